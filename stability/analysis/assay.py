@@ -319,7 +319,7 @@ def _not_its_own(study: RecordedStudy, record: AssayRecord, arm: RecordedArm) ->
     if record.arm != arm.name:
         return f"faults were planted on {record.arm}, not on it; run it again"
     run = arm.runs.get(record.seed)
-    files = run.manifest.files if run and run.manifest else {}
+    files = run.manifest.all_files if run and run.manifest else {}
     if not record.parents or any(files.get(name) != sha for name, sha in record.parents.items()):
         return "faults were planted on other weights than those on record; run it again"
     if run and run.manifest and not is_listed(study.folder, arm.name, run.manifest.hashes):

@@ -6,13 +6,14 @@ so here. Leaves out how they are measured (`study.distances`).
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stability.analysis.drift_parents import is_kept
 from stability.analysis.study_distances import study_distances
-from stability.analysis.study_records import RecordedStudy
+from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.records.distances import DistanceMatrix
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.run_files import file_damage
@@ -72,15 +73,40 @@ def _wrong(
         for run, path in zip(runs, files, strict=True)
     )
     told = matrix.between(*arms)
+    is_mean = file is RunPaths.predictions
+    if told is not None and not is_mean and _was_dropped(runs, step):
+        return _not_as_sketched(runs, step, told, arms)
     if not whole or told is None:
         return ""  # damage is told of by its pair
-    is_mean = file is RunPaths.predictions
     value = _distance(read_snapshot(files[0]), read_snapshot(files[1]), is_mean=is_mean)
     if matrix.parents[arms[0]] == matrix.parents[arms[1]]:
         value = 0.0
     if (math.isnan(told) and math.isnan(value)) or math.isclose(told, value, rel_tol=TOLERANCE):
         return ""
     return f"between {arms[0]} and {arms[1]} at step {step} is {told}, {value} from the files"
+
+
+def _was_dropped(runs: Sequence[RecordedRun], step: int) -> bool:
+    return any(run.manifest and not is_kept(run.paths, run.manifest, step) for run in runs)
+
+
+def _not_as_sketched(
+    runs: Sequence[RecordedRun], step: int, told: float, arms: Sequence[str]
+) -> str:
+    """Return what is wrong with a distance whose snapshots were dropped; mostly nothing."""
+    from stability.analysis.sketch_check import agrees, sketched_weights  # heavy: torch
+
+    try:
+        found = [sketched_weights(run.paths, run.manifest, step) for run in runs if run.manifest]
+        one, other = (weights for weights in found if weights)
+        estimate = one.distance(other)
+    except ValueError:
+        return ""  # a sketch that is damaged is told of by its pair; one of another model says none
+    if agrees(told, estimate, norm=one.sketch.norm):
+        return ""
+    return (
+        f"between {arms[0]} and {arms[1]} at step {step} is {told}, {estimate:.4g} by the sketches"
+    )
 
 
 def _distance(a: "dict[str, Tensor]", b: "dict[str, Tensor]", *, is_mean: bool) -> float:

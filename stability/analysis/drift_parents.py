@@ -18,7 +18,14 @@ from stability.records.metric_names import DRIFT_FROM, DRIFT_OF, DRIFTS
 from stability.records.paths import RunPaths
 from stability.records.remade_drifts import RemadeDrifts
 
-__all__ = ["CheckedDrifts", "Parents", "check_drifts", "listed_snapshot", "parents_by_line"]
+__all__ = [
+    "CheckedDrifts",
+    "Parents",
+    "check_drifts",
+    "is_kept",
+    "listed_snapshot",
+    "parents_by_line",
+]
 
 Parents = tuple[str, str]
 """SHA-256 of the run's own snapshot and of the baseline's."""
@@ -47,10 +54,20 @@ def parents_by_line(kept: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[int, 
 
 
 def listed_snapshot(paths: RunPaths, manifest: Manifest | None, step: int) -> str:
-    """Return the checksum that a manifest lists of the run's snapshot; empty if it lists none."""
+    """Return the checksum that a manifest lists of the run's snapshot; empty if it lists none.
+
+    One that was dropped is listed as well: what was computed from it is still the run's.
+    """
     if manifest is None or step < 0:
         return ""
-    return str(manifest.files.get(paths.name_of(paths.snapshot(step)), ""))
+    return str(manifest.all_files.get(paths.name_of(paths.snapshot(step)), ""))
+
+
+def is_kept(paths: RunPaths, manifest: Manifest | None, step: int) -> bool:
+    """Whether the run's snapshot is listed, and was not dropped."""
+    return bool(listed_snapshot(paths, manifest, step)) and (
+        manifest is not None and paths.name_of(paths.snapshot(step)) in manifest.files
+    )
 
 
 def check_drifts(

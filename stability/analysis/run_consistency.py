@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from stability.analysis.drift_parents import listed_snapshot
+from stability.analysis.drift_parents import is_kept
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.command_study import with_flags
 from stability.config.commands import command_training, is_adopted, is_command
@@ -93,7 +93,7 @@ def _claims(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
     if manifest.observer.get("equal") and is_command(manifest.config) and watched != final:
         yield f"observer.watched is {watched}, hashes.final_weights {final}"
     names = manifest.resolved.get("names")
-    if names and listed_snapshot(paths, manifest, manifest.step):
+    if names and is_kept(paths, manifest, manifest.step):
         own = list(read_run_snapshot(paths, manifest.step))
         if sorted(names) != sorted(own):
             yield f"resolved.names are {_some(names)}, the last snapshot has {_some(own)}"
@@ -180,7 +180,7 @@ def _weights(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
     """Hold the hashes of the first and the last weights against the snapshots."""
     final = manifest.hashes.get("final_weights")
     last = manifest.step
-    if final and listed_snapshot(paths, manifest, last):
+    if final and is_kept(paths, manifest, last):
         found = hash_state(read_run_snapshot(paths, last))
         if found != final:
             yield (
@@ -188,7 +188,7 @@ def _weights(paths: RunPaths, manifest: Manifest) -> Iterator[str]:
                 f"{_short(found)}"
             )
     first = manifest.hashes.get("init_weights")
-    if first and not _is_moved(manifest) and listed_snapshot(paths, manifest, 0):
+    if first and not _is_moved(manifest) and is_kept(paths, manifest, 0):
         state = read_run_snapshot(paths, 0)
         found = hash_state(_as_drawn(state))
         if found != first and _is_comparable(state):

@@ -14,7 +14,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
+from stability.analysis.drift_parents import (
+    check_drifts,
+    is_kept,
+    listed_snapshot,
+    parents_by_line,
+)
 from stability.analysis.pair_contract import prove_pair
 from stability.analysis.pair_proof import PairProof
 from stability.analysis.run_consistency import OWN_RECORD
@@ -60,13 +65,16 @@ class PairCheck:
     """What was found; of a pair that holds, in which axis it differs."""
     recomputed: tuple[int, ...] = ()
     """The steps at which its drifts were computed anew."""
+    sketched: tuple[int, ...] = ()
+    """The steps at which a snapshot was dropped, and its drift agrees with the sketches."""
     proof: PairProof | None = None
     """Every comparison of the two runs; None if they could not be compared."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         proof = self.proof.to_dict() if self.proof else None
-        return {**asdict(self), "recomputed": list(self.recomputed), "proof": proof}
+        lists = {"recomputed": list(self.recomputed), "sketched": list(self.sketched)}
+        return {**asdict(self), **lists, "proof": proof}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +85,13 @@ class DriftCheck:
     said: str
     recomputed: tuple[int, ...] = ()
     """The steps at which they were computed anew."""
+    sketched: tuple[int, ...] = ()
+    """The steps at which a snapshot was dropped, and the drift agrees with the sketches."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
-        return {**asdict(self), "recomputed": list(self.recomputed)}
+        lists = {"recomputed": list(self.recomputed), "sketched": list(self.sketched)}
+        return {**asdict(self), **lists}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +132,7 @@ def check_pairs(study: RecordedStudy, *, every_drift: bool = False) -> list[Pair
 
 
 def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
-    proof, recomputed = None, ()
+    proof, recomputed, sketched = None, (), ()
     try:
         for run in (pair.baseline, pair.run):
             _check_run(pair, run, find_damage)
@@ -134,7 +145,8 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
         if contradicted := [found.said for found in strange if found.is_contradicted]:
             raise _PairError("no pair", f"no pair: {contradicted[0]}")
         recomputed = tuple(_recompute(pair.baseline, pair.run, every_drift=every_drift))
-        _check_drifts(pair.baseline, pair.run, recomputed)
+        sketched = tuple(_by_sketch(pair.baseline, pair.run))
+        _check_drifts(pair.baseline, pair.run, (*recomputed, *sketched))
         if is_own:
             raise _PairError("no pair", proof.sentence)
         if unproven := _unproven(proof, strange):
@@ -145,7 +157,13 @@ def _check(pair: _Pair, find_damage: Any, *, every_drift: bool) -> PairCheck:
     except (ValueError, OSError) as error:
         state, said = "damaged", str(error)
     return PairCheck(
-        arm=pair.arm, seed=pair.seed, state=state, said=said, recomputed=recomputed, proof=proof
+        arm=pair.arm,
+        seed=pair.seed,
+        state=state,
+        said=said,
+        recomputed=recomputed,
+        sketched=sketched,
+        proof=proof,
     )
 
 
@@ -220,13 +238,18 @@ def check_drifts_of(
     try:
         run, other = _read_drifts(baseline, candidate)
         recomputed = tuple(_recompute(other, run, every_drift=every_drift))
-        _check_drifts(other, run, recomputed)
+        sketched = tuple(_by_sketch(other, run))
+        _check_drifts(other, run, (*recomputed, *sketched))
     except _PairError as trouble:
         return DriftCheck(state=trouble.state, said=str(trouble), recomputed=recomputed)
     except (ValueError, OSError) as error:
         return DriftCheck(state="damaged", said=str(error), recomputed=recomputed)
     said = "all come from the snapshots on disk" if recomputed else "none is on record yet"
-    return DriftCheck(state="holds", said=said, recomputed=recomputed)
+    if sketched:
+        here = "those of snapshots on disk come from them, and " if recomputed else ""
+        steps = ", ".join(map(str, sketched))
+        said = f"{here}those at step {steps}, whose snapshots were dropped, are checked by sketch"
+    return DriftCheck(state="holds", said=said, recomputed=recomputed, sketched=sketched)
 
 
 def _is_baseline_of(baseline: RunPaths, candidate: RunPaths) -> bool:
@@ -288,8 +311,33 @@ def _shared_steps(baseline: RecordedRun, run: RecordedRun) -> list[int]:
     return [
         step
         for step in snapshot_steps(run.paths)
-        if all(listed_snapshot(of.paths, of.manifest, step) for of in (run, baseline))
+        if all(is_kept(of.paths, of.manifest, step) for of in (run, baseline))
     ]
+
+
+def _by_sketch(baseline: RecordedRun, run: RecordedRun) -> Iterator[int]:
+    """Hold `rel_l2` against the sketches where a snapshot was dropped, and give the steps.
+
+    One that can't be theirs ends it.
+    """
+    from stability.analysis.sketch_check import agrees, sketched_weights  # heavy: torch
+
+    told = run.drift("rel_l2")
+    for step in sorted(told):
+        ends = [(of.paths, of.manifest) for of in (run, baseline) if of.manifest]
+        if all(is_kept(*of, step) for of in ends):
+            continue
+        found = [weights for of in ends if (weights := sketched_weights(*of, step))]
+        if len(found) < 2 or found[0].sketch.outline != found[1].sketch.outline:
+            raise _PairError("missing", f"the sketch at step {step} of a snapshot that was dropped")
+        estimate = found[0].relative_distance(found[1])
+        # a distance over a norm: two estimates
+        if not agrees(told[step], estimate, errors=2):
+            raise _PairError(
+                "damaged",
+                f"rel_l2 at step {step} is {told[step]} on record, {estimate:.4g} by the sketches",
+            )
+        yield step
 
 
 def _recompute(baseline: RecordedRun, run: RecordedRun, *, every_drift: bool) -> Iterator[int]:

@@ -30,6 +30,7 @@ __all__ = ["main"]
 VERBS = {
     "check": ("stability.cli.check", "say whether an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
+    "estimate": ("stability.cli.estimate", "say what a study will take: hours, disk, memory"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),
     "show": ("stability.cli.show", "print the ladder of a study, or all about one arm"),

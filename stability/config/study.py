@@ -5,7 +5,7 @@ Each class checks its own values. Leaves out what an arm holds (`schema`).
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from stability.config.schema import ArmConfig, require
 
@@ -76,5 +76,9 @@ class StudyConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     allow_many: bool = False
     """Let an arm change several axes; it is then called confounded wherever it is shown."""
+    keep: Literal["all", "reference", "last", "none"] = "all"
+    """Which snapshots stay once all that needs them is on record: all; those of the baseline and of
+    arms of role reference; each run's last; or none. Those of step 0, hashes and sketches always
+    stay. Checkpoints stay with `all` alone, and `stability fork` needs them."""
     early_step: int = 0
     """The early, matched step the ladder reads; 0 means the first snapshot after step 0."""

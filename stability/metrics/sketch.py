@@ -12,7 +12,8 @@ s(i) to the bucket b(i). Both come from a counter-based hash of i, so nothing is
 The vector is laid out in rows of one element a bucket, and each row is turned by a hash of its
 number: elements of one row never collide, those of two rows do with probability 1 / buckets, as in
 the original. The sum runs over rows in a fixed order on every device, where a scatter on CUDA adds
-in any order. Leaves out what the vectors are.
+in any order. Leaves out what the vectors are, and weights, which ranks hold parts of
+(`weight_sketch`).
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from stability.metrics.mixing import GOLDEN, mixed, signed64
 
 __all__ = ["SKETCH_BUCKETS", "sketch"]
 
@@ -51,12 +54,12 @@ def sketch(parts: Sequence[Tensor], buckets: int = SKETCH_BUCKETS) -> Tensor:
     if len(rows) == 1:
         return rows[0].double()
     total = flat.new_zeros(buckets, dtype=torch.float64)
-    hashes = columns = _mixed_all(torch.arange(buckets, device=flat.device) + _ELEMENTS)
+    hashes = columns = torch.arange(buckets, device=flat.device) + _ELEMENTS
     # row by row, so that all of it stays in the cache: in one piece it takes 8 times as long
     for number, row in enumerate(rows):
         block, bit = divmod(number, _ROWS_PER_HASH)
         if bit == 0:
-            hashes = _mixed_all(columns + block)
+            hashes = mixed((columns + block + 1) * signed64(GOLDEN))
         signed = torch.where(((hashes >> bit) & 1) == 1, row, -row).double()
         turn = _mixed(number) % buckets
         total[turn:] += signed[: buckets - turn]
@@ -66,27 +69,7 @@ def sketch(parts: Sequence[Tensor], buckets: int = SKETCH_BUCKETS) -> Tensor:
 
 def _mixed(counter: int) -> int:
     """Return 64 mixed bits of a counter: SplitMix64 (Steele, Lea and Flood, 2014)."""
-    z = (counter + 1) * 0x9E3779B97F4A7C15 & _MASK
+    z = (counter + 1) * GOLDEN & _MASK
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
     return z ^ (z >> 31)
-
-
-def _mixed_all(counters: Tensor) -> Tensor:
-    """Return the same of each counter, int64 `(n,)`.
-
-    int64 wraps around in torch as unsigned numbers do; only its right shift differs, which fills in
-    the sign, so the bits that come from above are masked.
-    """
-    z = (counters + 1) * _signed64(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed64(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed64(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed64(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value

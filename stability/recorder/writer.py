@@ -31,12 +31,13 @@ from stability.records.metric_names import (
     WEIGHT_HISTOGRAM,
     drift_name,
 )
-from stability.records.paths import RunPaths, prediction_steps, snapshot_steps
+from stability.records.paths import RunPaths, prediction_steps, sketch_steps, snapshot_steps
 from stability.records.record_hash import record_hash
 from stability.records.run_files import RunFiles, read_summed_snapshot
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import write_snapshot
+from stability.records.weight_sketches import StoredSketch, write_weight_sketch
 from stability.records.witness import Witness, write_witness
 
 if TYPE_CHECKING:
@@ -103,11 +104,12 @@ class RunWriter:
         return self._bad == PATIENCE - 1
 
     def begin(self) -> None:
-        """Cut off what an earlier try has left of the log, of snapshots and of predictions."""
+        """Cut off what an earlier try has left of the log, snapshots, predictions and sketches."""
         self.log.truncate_to(0)
         paths = self._files.paths
         found = [paths.snapshot(step) for step in snapshot_steps(paths)]
         found += [paths.predictions(step) for step in prediction_steps(paths)]
+        found += [paths.sketch(step) for step in sketch_steps(paths)]
         for path in found:
             if path not in self._files:
                 self._files.remove(path)
@@ -139,7 +141,7 @@ class RunWriter:
         self._bad += 1
 
     def state(self, step: int, state: "Mapping[str, Tensor]") -> None:
-        """Tell of the weights after `step` updates: snapshot, histogram, drift.
+        """Tell of the weights after `step` updates: snapshot, sketch, histogram, drift.
 
         ValueError if the baseline has weights of other names or shapes, or not those it lists.
         """
@@ -151,8 +153,12 @@ class RunWriter:
             self._log_drift(step, state, self._baseline)
 
     def snapshot(self, step: int, state: "Mapping[str, Tensor]") -> None:
-        """Write the weights after `step` updates, of which the log may tell already."""
+        """Write the weights after `step` updates, of which the log may tell already, and sketch."""
         self._write(self._files.paths.snapshot(step), state)
+        path = self._files.paths.sketch(step)
+        if path not in self._files:
+            write_weight_sketch(path, _sketched(state))
+            self._files.add(path)
 
     def held_out(self, step: int, loss: float) -> None:
         """Tell of the loss on held-out data of the weights after `step` updates, nats a token."""
@@ -267,6 +273,21 @@ def _steps_logged(paths: RunPaths) -> int:
     if not paths.metrics.exists():
         return 0
     return max(read_text(paths.metrics, BATCH_HASH), default=0)
+
+
+def _sketched(state: "Mapping[str, Tensor]") -> StoredSketch:
+    from stability.metrics.pieces import pieces_of  # heavy: torch
+    from stability.metrics.weight_hash import finished_weight_hash, local_weight_hash
+    from stability.metrics.weight_sketch import finished_weight_sketch, local_weight_sketch
+
+    pieces = pieces_of(state)
+    found = finished_weight_sketch(local_weight_sketch(pieces), pieces)
+    return StoredSketch(
+        weights=finished_weight_hash(local_weight_hash(pieces), pieces),
+        outline=found.outline,
+        outside=found.outside,
+        buckets=found.buckets,
+    )
 
 
 def _chained(digest: str | None, batch: str) -> str | None:

@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.record_types import Count, Number
+from stability.records.record_types import PAIR, Count, Number
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = [
@@ -38,6 +38,8 @@ class DistanceMatrix:
     """How far each arm is from zero, in the same unit."""
     rows: tuple[tuple[float, ...], ...]
     """Symmetric, zeros on the diagonal; NaN to an arm that holds a NaN."""
+    sketched: tuple[tuple[str, str], ...] = ()
+    """Pairs whose distance is that of their sketches: a snapshot had been dropped."""
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -58,6 +60,7 @@ class DistanceMatrix:
             parents={arms[i]: self.parents[arms[i]] for i in kept},
             norms={arms[i]: self.norms[arms[i]] for i in kept},
             rows=tuple(tuple(self.rows[i][j] for j in kept) for i in kept),
+            sketched=tuple(pair for pair in self.sketched if {*pair} <= {arms[i] for i in kept}),
         )
 
 
@@ -76,6 +79,7 @@ class _MatrixValues(TypedDict):
     parents: dict[str, str]
     norms: dict[str, Number]
     rows: list[list[Number]]
+    sketched: NotRequired[list[Annotated[list[str], PAIR]]]
 
 
 class _StepValues(TypedDict):
@@ -145,7 +149,7 @@ def with_parents(
             if arm not in runs:
                 return None
             paths, manifest = runs[arm]
-            return manifest.files.get(paths.name_of(file(paths, step)))
+            return manifest.all_files.get(paths.name_of(file(paths, step)))
 
         found = {
             step: matrix.only(lambda arm, parent, step=step: listed(arm, step) == parent)
@@ -163,11 +167,14 @@ def with_parents(
 def _matrix_values(matrix: DistanceMatrix | None) -> _MatrixValues | None:
     if matrix is None:
         return None
-    return _MatrixValues(
+    values = _MatrixValues(
         parents=dict(matrix.parents),
         norms={**matrix.norms},
         rows=[[*row] for row in matrix.rows],
     )
+    if matrix.sketched:
+        values["sketched"] = [[*pair] for pair in matrix.sketched]
+    return values
 
 
 def _matrices(
@@ -194,7 +201,10 @@ def _matrix(values: _MatrixValues, where: str) -> DistanceMatrix:
     if lacking:
         raise ValueError(f"{where} has no norm of {min(lacking)}")
     norms = {arm: float(values["norms"][arm]) for arm in values["parents"]}
-    return DistanceMatrix(parents=dict(values["parents"]), norms=norms, rows=rows)
+    sketched = tuple((one, other) for one, other in values.get("sketched", ()))
+    return DistanceMatrix(
+        parents=dict(values["parents"]), norms=norms, rows=rows, sketched=sketched
+    )
 
 
 def _same(one: float, other: float) -> bool:

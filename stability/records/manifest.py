@@ -87,9 +87,16 @@ class Manifest:
     their own, whose runs all go on to `config.train.steps`."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each whole file of the run, by its path in the run's folder."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """The same of files that the study's `keep` has dropped once the run had ended."""
     role: str = ""
     """What its arm was there for when the run began; empty in forks, and in manifests of before
     it was kept."""
+
+    @property
+    def all_files(self) -> dict[str, str]:
+        """The SHA-256 of each file that the run had when it ended, by its path, dropped or not."""
+        return {**self.dropped, **self.files}
 
     @property
     def ranks(self) -> int:

@@ -17,6 +17,7 @@ __all__ = [
     "list_runs",
     "prediction_steps",
     "run_at",
+    "sketch_steps",
     "snapshot_steps",
     "strange_files",
 ]
@@ -181,6 +182,15 @@ class RunPaths:
         """The log-probabilities of held-out tokens after `step` updates. ValueError as above."""
         return self.predictions_dir / self.snapshot(step).name
 
+    @property
+    def sketches_dir(self) -> Path:
+        """The folder of the hashes and sketches of the weights."""
+        return self.root / "sketches"
+
+    def sketch(self, step: int) -> Path:
+        """The hash and the sketch of the weights after `step` updates. ValueError as above."""
+        return self.sketches_dir / self.snapshot(step).name
+
     def name_of(self, path: Path) -> str:
         """Return the name of a file of the run: its path in the run's folder, with slashes."""
         # Lightning gives real paths, whatever was asked for
@@ -204,6 +214,7 @@ def strange_files(run: RunPaths) -> list[str]:
             run.lock,
             run.snapshots_dir,
             run.predictions_dir,
+            run.sketches_dir,
             run.checkpoints_dir,
             run.wandb_dir,
             run.output,
@@ -256,6 +267,11 @@ def snapshot_steps(run: RunPaths) -> list[int]:
 def prediction_steps(run: RunPaths) -> list[int]:
     """Return the steps that a run has whole predictions of, in order."""
     return _steps(run.predictions_dir, _SNAPSHOT)
+
+
+def sketch_steps(run: RunPaths) -> list[int]:
+    """Return the steps that a run has whole sketches of, in order."""
+    return _steps(run.sketches_dir, _SNAPSHOT)
 
 
 def checkpoint_steps(run: RunPaths) -> list[int]:

@@ -29,7 +29,7 @@ def record_hash(paths: RunPaths, manifest: Manifest) -> str:
         for name in (TRAIN_LOSS, EVAL_LOSS)
         if (found := metrics.get(name))
     }
-    files = sorted(manifest.files.items())
+    files = sorted(manifest.all_files.items())
     told = {
         "snapshots": [list(each) for each in files if each[0].startswith(folder)],
         "role": manifest.role,

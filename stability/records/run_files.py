@@ -7,6 +7,7 @@ each line while it grows (`metric_log`); once the run has ended the manifest lis
 
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,21 @@ class RunFiles:
         if path.is_dir():
             remove_tree(path)
         else:
+            remove(path)
+
+    def drop(self, paths: Iterable[Path]) -> None:
+        """Delete files that were needed, and keep their checksums on record.
+
+        The manifest says so first: after a kill in between, the same call goes on with the rest.
+        """
+        files, dropped = dict(self.manifest.files), dict(self.manifest.dropped)
+        gone = list(paths)
+        for path in gone:
+            if path in self:
+                dropped[self.paths.name_of(path)] = files.pop(self.paths.name_of(path))
+        if dropped != self.manifest.dropped:
+            self.update(files=files, dropped=dropped)
+        for path in gone:
             remove(path)
 
     def checksum(self, path: Path) -> str:

@@ -22,7 +22,7 @@ from stability.records.assay import (
     write_assay,
 )
 from stability.records.manifest import ENDED, read_manifest
-from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import file_checksum
 
@@ -89,12 +89,18 @@ def update(
 
 def steps_of(paths: RunPaths) -> list[int]:
     """Return up to FEW snapshot steps, the last ones, where weights are no longer the initial."""
-    return [step for step in snapshot_steps(paths) if step > 0][-FEW:]
+    files = read_manifest(paths.manifest).all_files
+    steps = [
+        int(Path(name).stem.removeprefix("step-"))
+        for name in files
+        if name.startswith(f"{paths.name_of(paths.snapshots_dir)}/")
+    ]
+    return [step for step in sorted(steps) if step > 0][-FEW:]
 
 
 def parents_of(paths: RunPaths) -> dict[str, str]:
     """Return the SHA-256 of these snapshots by name, as the run's manifest lists them."""
-    files = read_manifest(paths.manifest).files
+    files = read_manifest(paths.manifest).all_files
     names = [paths.name_of(paths.snapshot(step)) for step in steps_of(paths)]
     return {name: files[name] for name in names if name in files}
 

@@ -25,6 +25,7 @@ from stability.records.paths import (
     RunPaths,
     checkpoint_steps,
     prediction_steps,
+    sketch_steps,
     snapshot_steps,
 )
 from stability.records.plain_files import check_plain
@@ -105,13 +106,14 @@ def resume_from(
 
 
 def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
-    """Delete snapshots, predictions and checkpoints that `files` does not list, and `.tmp` files.
+    """Delete the files of single steps that `files` does not list, and `.tmp` files.
 
     They are damaged, or later than the step that the run resumes from, or were never listed, or a
     kill left them half written. The run writes them again, with the same bits.
     """
     found = [paths.snapshot(step) for step in snapshot_steps(paths)]
     found += [paths.predictions(step) for step in prediction_steps(paths)]
+    found += [paths.sketch(step) for step in sketch_steps(paths)]
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
     found += paths.root.rglob(".*.tmp")
     for path in found:
@@ -125,7 +127,7 @@ def _is_of_a_step(name: str) -> bool:
 
 
 def _step_of(name: str) -> int:
-    """Return the step in the name of a snapshot, predictions or a checkpoint."""
+    """Return the step in the name of a snapshot, predictions, a sketch or a checkpoint."""
     return int(Path(name).stem.removeprefix("step-"))
 
 

@@ -3,14 +3,15 @@
 Every snapshot is read once for each step, slice by slice, so that memory holds some values of each
 arm and never a whole model. Two files with one checksum are the same bits: they are read once, and
 are 0 apart even where they hold NaN. Of an arm whose change adds weights those that the baseline
-has too are read. What is on record already is measured again only where an arm
-is new or a file is another one. Leaves out the arithmetic (`metrics.pairwise`), the file
-(`records.distances`) and what a distance means (`analysis`).
+has too are read. What is on record already is measured again only where an arm is new or a file is
+another one; where a snapshot was dropped since, by sketch. Leaves out the arithmetic
+(`metrics.pairwise`), the file (`records.distances`) and what a distance means (`analysis`).
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from stability.analysis.sketch_check import SketchedWeights, sketched_weights
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.metrics.pairwise import pairwise_l2
 from stability.records.distances import (
@@ -82,6 +84,8 @@ def _update(
         whole = {}
         for arm in parents:
             paths, manifest = runs[arm]
+            if paths.name_of(file(paths, step)) in manifest.dropped:
+                continue
             wrong = file_damage(paths, manifest, file(paths, step))
             if wrong:
                 note(arm, f"{file(paths, step)}: {wrong}")
@@ -91,7 +95,65 @@ def _update(
         kept = _alike(whole, larger, note)
         if len(kept) > 1:
             found[step] = _measure(kept, {arm: parents[arm] for arm in kept}, root_mean=root_mean)
+        dropped = [arm for arm in parents if arm not in whole and _is_dropped(*runs[arm], step)]
+        if dropped and file == RunPaths.snapshot:
+            there = [arm for arm in parents if arm in kept or arm in dropped]
+            exact = [matrix for matrix in (found.get(step), before) if matrix]
+            joined = _joined(runs, step, {arm: parents[arm] for arm in there}, exact, note)
+            found |= {step: joined} if joined else {}
     return found
+
+
+def _is_dropped(paths: RunPaths, manifest: Manifest, step: int) -> bool:
+    return paths.name_of(paths.snapshot(step)) in manifest.dropped
+
+
+def _joined(
+    runs: Mapping[str, tuple[RunPaths, Manifest]],
+    step: int,
+    parents: Mapping[str, str],
+    exact: Sequence[DistanceMatrix],
+    note: Callable[[str, str], None],
+) -> DistanceMatrix | None:
+    """Return the distances that are known or were measured, and by sketch those that can't be.
+
+    None if a sketch is missing that one of them needs.
+    """
+    sketches: dict[str, SketchedWeights] = {}
+    norms: dict[str, float] = {}
+    rows = {arm: dict.fromkeys(parents, 0.0) for arm in parents}
+    sketched = []
+    try:
+        for arm in parents:
+            found = sketched_weights(*runs[arm], step)
+            if found is None:
+                raise ValueError(f"{runs[arm][0].sketch(step)}: is missing")
+            sketches[arm], norms[arm] = found, found.sketch.norm
+        for matrix in exact:
+            norms |= {
+                arm: matrix.norms[arm] for arm in parents if matrix.parents.get(arm) == parents[arm]
+            }
+        for one, other in combinations(parents, 2):
+            value = _exact_distance(exact, parents, one, other)
+            if value is None:
+                value = sketches[one].distance(sketches[other])
+                sketched.append((one, other))
+            rows[one][other] = rows[other][one] = value
+    except ValueError as error:
+        note(next(iter(parents)), f"no distances at step {step}: {error}")
+        return None
+    table = tuple(tuple(rows[arm].values()) for arm in parents)
+    return DistanceMatrix(parents=parents, norms=norms, rows=table, sketched=tuple(sketched))
+
+
+def _exact_distance(
+    exact: Sequence[DistanceMatrix], parents: Mapping[str, str], one: str, other: str
+) -> float | None:
+    for matrix in exact:
+        same = all(matrix.parents.get(arm) == parents[arm] for arm in (one, other))
+        if same and (one, other) not in matrix.sketched and (other, one) not in matrix.sketched:
+            return matrix.between(one, other)
+    return None
 
 
 def _parents(
@@ -101,7 +163,7 @@ def _parents(
     by_step: dict[int, dict[str, str]] = {}
     for arm, (paths, manifest) in runs.items():
         folder = paths.name_of(file(paths, 0).parent)
-        for name, checksum in manifest.files.items():
+        for name, checksum in manifest.all_files.items():
             if name.startswith(f"{folder}/step-"):
                 step = int(Path(name).stem.removeprefix("step-"))
                 by_step.setdefault(step, {})[arm] = checksum

@@ -155,6 +155,12 @@ def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
         if parent.name_of(parent.checkpoint(step)) in manifest.files
     ]
     if at not in steps:
+        if parent.name_of(parent.checkpoint(at)) in manifest.dropped:
+            raise ValueError(
+                f"fork: at must be a step with a checkpoint, got {at}; those of {parent.root} were "
+                "dropped when its study ended; keep: all in the study's YAML keeps them, and a run "
+                "whose folder is moved away is trained anew to the same bits"
+            )
         kept = ", ".join(map(str, steps)) or "none"
         raise ValueError(
             f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has {kept} "

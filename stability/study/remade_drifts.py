@@ -8,7 +8,12 @@ arithmetic (`metrics.drift`) and the file (`records.remade_drifts`).
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from stability.analysis.drift_parents import check_drifts, listed_snapshot, parents_by_line
+from stability.analysis.drift_parents import (
+    check_drifts,
+    is_kept,
+    listed_snapshot,
+    parents_by_line,
+)
 from stability.analysis.pair_contract import start_breach
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.schema import BASELINE
@@ -76,6 +81,10 @@ def _wanted(
         parents = listed_snapshot(*run, step), listed_snapshot(*baseline, step)
         if not all(parents):
             note(arm, f"drift at step {step} is left out: {checked.stale.get(step, 'unproven')}")
+            continue
+        if (step, parents) not in before and not (is_kept(*run, step) and is_kept(*baseline, step)):
+            why = checked.stale.get(step, "it names no parents")
+            note(arm, f"drift at step {step} is left out: {why}, and a snapshot there was dropped")
             continue
         if (step, parents) not in before:
             computed.append(step)

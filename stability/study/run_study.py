@@ -44,6 +44,7 @@ from stability.study.run import (
     reopen,
 )
 from stability.study.size_check import check_disk, check_memory
+from stability.study.storage import baselines_to_restore, drop_by_policy, link_equal_files
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
@@ -117,6 +118,10 @@ def check_study(
         found |= zip((run.paths for run in its_runs), of_each, strict=True)
     damaged = [(run, found[run.paths]) for run in runs if found[run.paths]]
     sent_back = {run.paths for run, _ in damaged}
+    begun = {run.paths for run in runs if run.paths in sent_back or not has_ended(run.paths)}
+    restored = baselines_to_restore(runs, begun)
+    damaged += [(run, [restored[run.paths]]) for run in runs if run.paths in restored]
+    sent_back |= restored.keys()
     for run in runs:
         if run.baseline is not None and run.paths not in sent_back:
             check_kept(run, baseline_is_kept=run.baseline not in sent_back)
@@ -176,16 +181,16 @@ def run_study(
         reopen(run, found, observer)
     sealed = protocol_hash(folder)
     runs = [replace(run, protocol=sealed) for run in runs]
+    settle = partial(_settle, runs, study.keep, observer)
     if not isolated:
-        _train_in_turn(runs, options, observer)
+        _train_in_turn(runs, options, observer, settle)
     elif jobs > 1:
         train_in_processes(runs, jobs, options, observer)
     else:
-        _train_seed_by_seed(runs, options, observer)
+        _train_seed_by_seed(runs, options, observer, settle)
     for seed in study.seeds:
         # a second time where they were trained in turn: what is on record is not measured again
-        _measure_distances(runs, seed, observer)
-        _remake_drifts(runs, seed, observer)
+        settle(seed)
     freeze_window(out / study.name)
     update_assays(
         folder,
@@ -195,24 +200,36 @@ def run_study(
         observer.study_noted,
         measure=partial(call_alone, assay_run) if isolated else assay_run,
     )
+    # the first seed's, which faults were planted on
+    drop_by_policy(folder, _of_seed(runs, study.seeds[0]), study.keep)
     return runs
 
 
-def _train_seed_by_seed(runs: list[Run], options: TrainOptions, observer: StudyObserver) -> None:
+def _train_seed_by_seed(
+    runs: list[Run],
+    options: TrainOptions,
+    observer: StudyObserver,
+    settle: Callable[[int], None],
+) -> None:
     first = 1
     for seed in dict.fromkeys(run.seed for run in runs):
         its_runs = [run for run in runs if run.seed == seed]
         train_in_processes(its_runs, 1, options, observer, first=first, total=len(runs))
         first += len(its_runs)
         # after each seed, so that a study stopped half-way has those of its whole seeds
-        _measure_distances(runs, seed, observer)
+        settle(seed)
 
 
-def _train_in_turn(runs: list[Run], options: TrainOptions, observer: StudyObserver) -> None:
+def _train_in_turn(
+    runs: list[Run],
+    options: TrainOptions,
+    observer: StudyObserver,
+    settle: Callable[[int], None],
+) -> None:
     for index, run in enumerate(runs, start=1):
         if index > 1 and run.seed != runs[index - 2].seed:
             # after each seed, so that a study stopped half-way has those of its whole seeds
-            _measure_distances(runs, runs[index - 2].seed, observer)
+            settle(runs[index - 2].seed)
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.last_step)
@@ -226,16 +243,27 @@ def _train_in_turn(runs: list[Run], options: TrainOptions, observer: StudyObserv
             observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
 
 
-def _measure_distances(runs: list[Run], seed: int, observer: StudyObserver) -> None:
-    found = {run.arm.name: run.paths for run in runs if run.seed == seed}
+def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> None:
+    """Measure what is missing of a seed, then store it in less room.
+
+    The first seed keeps its snapshots until faults were planted on them.
+    """
+    its_runs = _of_seed(runs, seed)
+    found = {run.arm.name: run.paths for run in its_runs}
     folder = runs[0].paths.root.parent.parent
-    update_distances(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
+
+    def note(arm: str, text: str) -> None:
+        observer.run_noted(arm, seed, text)
+
+    update_distances(folder, seed, found, note)
+    remake_drifts(folder, seed, found, note)
+    link_equal_files(its_runs)
+    if seed != runs[0].seed:
+        drop_by_policy(folder, its_runs, keep)
 
 
-def _remake_drifts(runs: list[Run], seed: int, observer: StudyObserver) -> None:
-    found = {run.arm.name: run.paths for run in runs if run.seed == seed}
-    folder = runs[0].paths.root.parent.parent
-    remake_drifts(folder, seed, found, lambda arm, text: observer.run_noted(arm, seed, text))
+def _of_seed(runs: list[Run], seed: int) -> list[Run]:
+    return [run for run in runs if run.seed == seed]
 
 
 def changed_protocol(study: StudyConfig, out: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Refuses a study that this machine can't hold, before anything is written: its memory, its disk.
 
 Both are lower estimates, so a study that fits is never refused: memory as `memory_estimate` says,
-on disk the weights in snapshots and checkpoints and the predictions, and neither logs nor W&B's
+on disk snapshots with their sketches, checkpoints and predictions, and neither logs nor W&B's
 files. Runs that train side by side count together: the one that needs most, and beside it those
 that need least. Leaves out mistakes in the study's values (`config.load`).
 """
@@ -13,13 +13,26 @@ from pathlib import Path
 
 import torch
 
-from stability.records.paths import checkpoint_steps, prediction_steps, snapshot_steps
+from stability.records.paths import (
+    checkpoint_steps,
+    prediction_steps,
+    sketch_steps,
+    snapshot_steps,
+)
+from stability.records.weight_sketches import SKETCH_BYTES
 from stability.study.assemble import resolve_device
 from stability.study.machine_memory import Memory, gpu_memory, host_memory
 from stability.study.memory_estimate import Estimate, Part, estimate_memory, weight_bytes
 from stability.study.run import Run
 
-__all__ = ["check_disk", "check_memory", "files_to_write", "most_at_once"]
+__all__ = [
+    "check_disk",
+    "check_memory",
+    "files_to_write",
+    "in_units",
+    "most_at_once",
+    "planned_files",
+]
 
 LESS = "make train.batch_size, model.context or the model smaller"
 
@@ -48,8 +61,8 @@ def _check_together(runs: Sequence[Run], jobs: int, memory: Memory, devices: int
     most, run = needs[0]  # of equals the first: the baseline, whose size is everybody's
     if most.bytes > memory.bytes:
         raise ValueError(
-            f"arm {run.arm.name}: a run must fit the {_size(memory.bytes)} of {memory.owner}, got "
-            f"at least {_size(most.bytes)}, {_mostly(most)}; {LESS}"
+            f"arm {run.arm.name}: a run must fit the {in_units(memory.bytes)} of {memory.owner}, "
+            f"got at least {in_units(most.bytes)}, {_mostly(most)}; {LESS}"
         )
     sums = [most.bytes]
     for other, _ in reversed(needs[1:]):
@@ -58,9 +71,9 @@ def _check_together(runs: Sequence[Run], jobs: int, memory: Memory, devices: int
     if sums[together - 1] > memory.bytes:
         fit = devices * sum(size <= memory.bytes for size in sums[:together])
         raise ValueError(
-            f"--jobs: {together} runs at once must fit the {_size(memory.bytes)} of "
-            f"{memory.owner}, got at least {_size(sums[together - 1])}; arm {run.arm.name} alone "
-            f"needs {_size(most.bytes)}, {_mostly(most)}; use --jobs {fit}"
+            f"--jobs: {together} runs at once must fit the {in_units(memory.bytes)} of "
+            f"{memory.owner}, got at least {in_units(sums[together - 1])}; arm {run.arm.name} "
+            f"alone needs {in_units(most.bytes)}, {_mostly(most)}; use --jobs {fit}"
         )
 
 
@@ -89,41 +102,58 @@ def check_disk(runs: Sequence[Run], out: Path) -> None:
         return
     most, run = max(needs, key=lambda pair: pair[0].bytes)
     raise ValueError(
-        f"{out}: must have room for the study, got {_size(free)} free and at least "
-        f"{_size(needed)} to be written by {len(runs)} runs; one of arm {run.arm.name} writes "
-        f"{_size(most.bytes)}, {_mostly(most)}; ask for fewer train.snapshot_steps or "
+        f"{out}: must have room for the study, got {in_units(free)} free and at least "
+        f"{in_units(needed)} to be written by {len(runs)} runs; one of arm {run.arm.name} writes "
+        f"{in_units(most.bytes)}, {_mostly(most)}; ask for fewer train.snapshot_steps or "
         "train.keep_checkpoints, or use --out for another disk"
     )
 
 
 def files_to_write(run: Run) -> Estimate:
     """Return what the run's files will take when it ends, less those that are there."""
-    train, held_out, paths = run.config.train, run.config.held_out, run.paths
+    planned, paths = planned_files(run), run.paths
+    # what an earlier start left is counted by its steps, whatever is in the files
+    there = {
+        "snapshots": {*snapshot_steps(paths)},
+        "sketches": {*sketch_steps(paths)},
+        "predictions": {*prediction_steps(paths)},
+    }
+    counts = {what: len(steps - there.get(what, set())) for what, (steps, _) in planned.items()}
+    counts["checkpoints"] = max(0, counts["checkpoints"] - len(checkpoint_steps(paths)))
+    sizes = {what: size for what, (_, size) in planned.items()}
+    return Estimate(
+        tuple(
+            Part(f"{count} {what} of {in_units(sizes[what])}", count * sizes[what])
+            for what, count in counts.items()
+        )
+    )
+
+
+def planned_files(run: Run) -> dict[str, tuple[set[int], int]]:
+    """Return by kind of file the steps of those that stay when the run ends, and one's bytes.
+
+    Whatever of them is there already.
+    """
+    train, held_out = run.config.train, run.config.held_out
     weights = weight_bytes(run.config)
     steps = {step for step in train.planned_snapshots() if step <= run.last_step} | {run.last_step}
     saved = list(range(train.checkpoint_every, run.last_step + 1, train.checkpoint_every))
     saved = saved[-train.keep_checkpoints :] if train.keep_checkpoints else saved
     tokens = held_out.prediction_batches * train.batch_size * run.config.model.context
-    predicted = 4 * tokens if held_out.share else 0
-    # what an earlier start left is counted by its steps, whatever is in the files
-    snapshots = len(steps - {*snapshot_steps(paths)})
-    checkpoints = max(0, len(saved) - len(checkpoint_steps(paths)))
-    predictions = len(steps - {*prediction_steps(paths)})
-    return Estimate(
-        (
-            Part(f"{snapshots} snapshots of {_size(weights)}", snapshots * weights),
-            Part(f"{checkpoints} checkpoints of {_size(3 * weights)}", checkpoints * 3 * weights),
-            Part(f"{predictions} files of predictions", predictions * predicted),
-        )
-    )
+    return {
+        "snapshots": (steps, weights),
+        "sketches": (steps, SKETCH_BYTES),
+        "checkpoints": ({*saved}, 3 * weights),
+        "predictions": (steps, 4 * tokens if held_out.share else 0),
+    }
 
 
 def _mostly(estimate: Estimate) -> str:
     largest = estimate.largest
-    return f"{_size(largest.bytes)} of it {largest.name}"
+    return f"{in_units(largest.bytes)} of it {largest.name}"
 
 
-def _size(count: int) -> str:
+def in_units(count: int) -> str:
     """Return bytes in words, e.g. "23.5 GiB"."""
     size, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while size >= 1024 and len(units) > 1:

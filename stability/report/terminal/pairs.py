@@ -103,7 +103,8 @@ def print_checks(
     but = ", but see above" if troubles else ""
     _conclude(f"{holding} of {len(checks)} planned pairs keep the contract{others}{but}", console)
     anew = sum(len(check.recomputed) for check in checks)
-    _conclude(f"{_anew(anew)}; {OWN_WORD}", console)
+    sketched = sum(len(check.sketched) for check in checks)
+    _conclude(f"{_anew(anew, sketched)}; {OWN_WORD}", console)
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -111,8 +112,11 @@ def _first_of(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{more}"
 
 
-def _anew(count: int) -> str:
-    return f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
+def _anew(count: int, sketched: int = 0) -> str:
+    said = f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
+    if sketched:
+        said += f"; {_count(range(sketched), 'drift')} of dropped snapshots checked by sketch"
+    return said
 
 
 def print_comparison(

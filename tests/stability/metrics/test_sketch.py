@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from stability.metrics.sketch import SKETCH_BUCKETS, _mixed, _mixed_all, sketch
+from stability.metrics.mixing import GOLDEN, mixed, signed64
+from stability.metrics.sketch import SKETCH_BUCKETS, _mixed, sketch
 
 
 def _drawn(n, seed):
@@ -80,7 +81,9 @@ def test_the_hash_is_the_published_one():
         0x06C45D188009454F,
     ]
     counters = torch.tensor([0, 1, 5, 123_456_789, 1 << 62])
-    unsigned = [value & ((1 << 64) - 1) for value in _mixed_all(counters).tolist()]
+    unsigned = [
+        value & ((1 << 64) - 1) for value in mixed((counters + 1) * signed64(GOLDEN)).tolist()
+    ]
     assert unsigned == [_mixed(i) for i in counters.tolist()]
 
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from stability.metrics.drift import drift
+from stability.metrics.weight_hash import weight_hash
+from stability.metrics.weight_sketch import weight_sketch
 from stability.recorder.writer import PATIENCE, Baseline, RunWriter, running_hashes, stopped
 from stability.records.metric_log import MetricLog, read_metrics, read_text
 from stability.records.metric_names import (
@@ -19,10 +21,11 @@ from stability.records.metric_names import (
     drift_name,
     parse_drift,
 )
-from stability.records.paths import snapshot_steps
+from stability.records.paths import sketch_steps, snapshot_steps
 from stability.records.record_hash import record_hash
 from stability.records.run_files import RunFiles, damage, read_run_snapshot
 from stability.records.run_lease import LeaseLostError
+from stability.records.weight_sketches import read_weight_sketch
 
 
 @pytest.fixture
@@ -198,3 +201,30 @@ def test_a_change_of_a_models_weights_drifts_over_those_that_both_have(opened):
     parameters = {parts.parameter for name in found if (parts := parse_drift(name))}
     assert parameters == set(expected)
     assert "added" in read_run_snapshot(files.paths, 0)
+
+
+def test_each_snapshot_has_its_hash_and_sketch_beside_it(opened):
+    own, baseline = opened("baseline")
+    other, writer = opened("other")
+    baseline.state(2, _state(1.0))
+    writer.state(2, _state(1.0))
+    writer.state(4, _state(1.5))
+    assert writer.log is not baseline.log
+    found = {
+        name: read_weight_sketch(files.paths.sketch(step))
+        for name, files, step in (("a", own, 2), ("b", other, 2), ("c", other, 4))
+    }
+    assert found["a"].weights == found["b"].weights == weight_hash(_state(1.0))
+    assert found["c"].weights == weight_hash(_state(1.5))
+    assert torch.equal(found["c"].buckets, weight_sketch(_state(1.5)).buckets)
+    # listed with their checksums, and equal weights are equal files
+    assert own.checksum(own.paths.sketch(2)) == other.checksum(other.paths.sketch(2))
+    assert sketch_steps(other.paths) == [2, 4]
+
+
+def test_a_sketch_that_an_earlier_try_has_left_is_written_anew(opened):
+    files, writer = opened()
+    files.paths.sketches_dir.mkdir(parents=True)
+    files.paths.sketch(2).write_bytes(b"half of it")
+    writer.begin()
+    assert sketch_steps(files.paths) == []

@@ -1,0 +1,87 @@
+"""The estimate of a study: its disk is what a study really leaves, and nothing of it stays."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from stability.cli.main import main
+from stability.config.load import load_study
+from stability.study.cost_estimate import cost_of
+from stability.study.memory_estimate import estimate_memory
+from stability.study.run_study import plan_study
+
+
+def small(content):
+    arms = content["arms"]
+    content["arms"] = {name: arms[name] for name in ("baseline", "fp32")}
+    content["arms"]["short"] = {"nudge": {"ulps": 1}, "until": 4, "probe": {"every": 0}}
+    content["seeds"] = [0]
+    # so large that weights, and not the text of records, fill the disk
+    content["base"]["model"] |= {"width": 128, "depth": 4}
+    content["base"]["train"]["snapshot_steps"] = [2, 4]
+
+
+def left(*folders):
+    """Return the bytes of all files below folders, of hard links once."""
+    found = {}
+    for folder in folders:
+        stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+        found |= {each.st_ino: each.st_size for each in stats}
+    return sum(found.values())
+
+
+@pytest.mark.slow
+def test_the_disk_is_within_a_fifth_of_what_a_study_leaves(write_study, tmp_path, run_tiny):
+    study = load_study(write_study(small))
+    runs = plan_study(study, tmp_path / "runs")
+    cost = cost_of(runs, "none", isolated=False)
+    assert not (tmp_path / "runs").exists()
+    for keep, disk in (("all", cost.disk_of_all), ("none", cost.disk)):
+        # the second time nothing is left to train, and snapshots are dropped
+        run_tiny(replace(study, keep=keep), tmp_path / "runs")
+        # the command writes the report, and not the study
+        own = sum(disk.values()) - disk["report"]
+        assert abs(own / left(tmp_path / "runs") - 1) < 0.2, keep
+        for kind in ("snapshots", "sketches", "checkpoints"):
+            exact = left(*(tmp_path / "runs").rglob(kind))
+            assert abs(disk[kind] - exact) <= 0.05 * exact, (keep, kind)
+    assert cost.runs == 3
+    assert 0.01 < cost.seconds < 1000
+    assert cost.bytes < 0.5 * cost.bytes_of_all
+
+
+@pytest.mark.slow
+def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_study(
+        lambda content: content.update(seeds=[0], arms={"baseline": {}}, yardstick="")
+    )
+    before = sorted(tmp_path.iterdir())
+    assert main(["estimate", str(path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in said)
+    assert [line.split()[0] for line in said if line[0] != " "] == [
+        "tiny:",
+        "time",
+        "disk",
+        "memory",
+    ]
+    assert main(["estimate", str(path), "--json", "--train.steps", "4"]) == 0
+    cost = json.loads(capsys.readouterr().out)
+    (run,) = plan_study(load_study(path, {"train.steps": "4"}), tmp_path)
+    assert cost["memory_bytes"] == estimate_memory(run.config, 4).bytes
+    assert cost["disk_bytes"] == sum(cost["disk"].values())
+    assert cost["disk_bytes_with_keep_all"] == cost["disk_bytes"]
+    assert cost["hours"] > 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_study_of_commands_is_refused(tmp_path, capsys):
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "name: a\nquestion: b?\nbase:\n  command: [python, train.py]\narms:\n  baseline: {}\n"
+    )
+    with pytest.raises(SystemExit):
+        main(["estimate", str(path)])
+    assert "must be a study of the trainer in this package, got one of" in capsys.readouterr().err
