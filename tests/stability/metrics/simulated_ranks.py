@@ -1,4 +1,4 @@
-"""Threads of one process as the ranks, and pieces of tensors at random places, for tests.
+"""Threads of one process as the ranks, and pieces of tensors at random places, for tests."""
 
 import threading
 from collections import deque
