@@ -286,7 +286,7 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
-    said += _of_reruns(question)
+    said += _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
         said += f" Its predictions are {three_figures(in_predictions)} times as far."
@@ -309,6 +309,40 @@ def _of_reruns(question: _Question) -> str:
         return ""
     said = f" The training is not deterministic: {names[0]}, which changes nothing, drifts too"
     return f"{said}." if any(furthest) else f"{said}, and as far as {question.arm.name} does."
+
+
+def _repetitions(question: _Question) -> list[str]:
+    """Return the other arms of the very same change: what they are apart is this one's A/A."""
+    arm = question.arm
+    return [x.name for x in question.study.arms if x.diff == arm.diff and x.name != arm.name]
+
+
+def _own_distances(question: _Question) -> list[float]:
+    """Return the distances, relative to the weights, of the arm to its repetitions in all seeds."""
+    arm, found = question.arm.name, []
+    for matrix in question.weights.values():
+        apart = [matrix.between(arm, name) for name in _repetitions(question)]
+        found += [x / matrix.norms[arm] for x in apart if x is not None]
+    return found
+
+
+def _of_repetitions(question: _Question) -> str:
+    """Return a sentence on what the arm differs by from itself, where it was trained twice."""
+    found = _own_distances(question)
+    if not found:
+        return ""
+    names, most = " and ".join(_repetitions(question)), max(found)
+    if most == 0:
+        return f" Its own A/A, with {names}, is exactly 0."
+    to_baseline = [
+        (matrix.between(question.arm.name, BASELINE) or 0.0) / matrix.norms[question.arm.name]
+        for matrix in question.weights.values()
+    ]
+    further = "nearer" if most >= min(to_baseline) else "further"
+    return (
+        f" Its own A/A, with {names}, is not zero but up to {most:.1e} of the weights: that is its "
+        f"floor, and the baseline is {further} than that."
+    )
 
 
 def _excess_of_predictions(question: _Question) -> float:
@@ -335,6 +369,7 @@ def _figures(
         "seeds": len(question.seeds),
         "control_log_excess": question.window.largest_at(question.window.step),
         "excess_predictions": _excess_of_predictions(question),
+        **({"own_distance": max(own)} if (own := _own_distances(question)) else {}),
         **{f"energy_p_{what}": test.p for what, test in tests.items()},
         **{f"energy_smallest_p_{what}": test.smallest_p for what, test in tests.items()},
         **{f"excess_seed_{seed}": value for seed, value in found.per_seed.items()},
