@@ -33,6 +33,7 @@ VERBS = {
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),
+    "status": ("stability.cli.status", "show where every run stands: state, step, job, node"),
     "show": ("stability.cli.show", "print the ladder of a study, or all about one arm"),
     "report": ("stability.cli.report", "write the HTML report of a study"),
     "dashboard": ("stability.cli.report", "show all studies of a folder in the browser, live"),
