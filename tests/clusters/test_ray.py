@@ -1,0 +1,48 @@
+"""On a real Ray: a node that is removed in the middle, and the same bits."""
+
+import pytest
+
+from stability.execute.ray_tasks import ray_jobs
+from tests.clusters.conftest import Command, is_under_way, variables
+from tests.stability.study.recorded_bits import recorded_bits
+
+pytestmark = pytest.mark.clusters
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of one head, on which nothing trains, and as many nodes as are added."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables().items():
+            patch.setenv(name, value)
+        # else a node counts as lost after half a minute
+        settings = {"health_check_failure_threshold": 2, "health_check_period_ms": 500}
+        found = pytest.importorskip("ray.cluster_utils").Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": settings}
+        )
+        try:
+            yield found
+        finally:
+            ray.shutdown()
+            found.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore")  # Ray's own, of sockets and processes that it leaves open
+def test_a_node_that_is_removed_changes_no_bit(cluster, write_long, trained_here):
+    study = write_long((0,))
+    first = cluster.add_node(num_cpus=1)
+    command = Command(study, "--executor", "ray", f"--ray.address={cluster.address}")
+    trained = command.until(lambda runs: next(filter(is_under_way, runs.values()), None))
+    assert (trained.arm, trained.seed) == ("baseline", 0)
+    assert command.interrupt() == 130
+    cluster.add_node(num_cpus=2)
+    cluster.remove_node(first)
+    again = Command(study, "--executor", "ray", f"--ray.address={cluster.address}")
+    assert again.ended() == 0, again.log.read_text()
+    assert "5 tasks found on Ray" in again.log.read_text()
+    assert ray_jobs(command.folder) == {}
+    found, expected = recorded_bits(command.folder), recorded_bits(trained_here)
+    of_seed = {name for name in expected if "/seed-0/" in name}
+    assert set(found) == of_seed
+    assert [name for name in found if found[name] != expected[name]] == []
