@@ -148,7 +148,8 @@ class _Asked:
     def words(self, mode: WandbMode) -> tuple[str, ...]:
         """Return this command line for a job elsewhere, less what trains the runs."""
         words = ["run", str(self.study.resolve()), "--out", str(self.out.resolve())]
-        words += ["--wandb", mode, "--seeds", str(self.seeds)]
+        words += ["--wandb", mode]
+        words += ["--seeds", str(self.seeds)] if self.seeds else []
         words += ["--check-observer"] if self.check_observer else []
         return (*words, *(f"--{name}={text}" for name, text in self.of_base.items()))
 

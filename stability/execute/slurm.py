@@ -25,7 +25,7 @@ from stability.execute.job_record import (
     submitting,
     write_arrays,
 )
-from stability.execute.slurm_job import run_job
+from stability.execute.slurm_job import WARNING_S, run_job
 from stability.execute.slurm_queue import QueueError, cancel, check_slurm, queued
 from stability.execute.standing import FINISH, Key, Standing
 from stability.records.manifest import has_ended
@@ -186,7 +186,9 @@ class SlurmArrays:
         executor.update_parameters(**self._parameters(name, len(seeds), dependency, ranks))
         words, folders = zip(*calls, strict=True)
         try:
-            jobs = executor.map_array(run_job, words, [str(x) if arm else "" for x in folders])
+            warning_s = int(self._options.get("signal-delay-s", WARNING_S))
+            of_runs = [str(x) if arm else "" for x in folders]
+            jobs = executor.map_array(run_job, words, of_runs, [warning_s] * len(words))
         except Exception as error:  # submitit's own type, which must not be imported to be named
             if type(error).__name__ not in ("FailedJobError", "FailedSubmissionError"):
                 raise

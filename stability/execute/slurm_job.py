@@ -7,10 +7,12 @@ Leaves out jobs that Slurm requeues by itself, as after the failure of a node: t
 """
 
 import importlib
+import math
 import os
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -19,8 +21,10 @@ from stability.records.paths import RunPaths, checkpoint_steps
 
 __all__ = ["run_job"]
 
-IDLE_TURNS = 3
-"""How many turns in which no checkpoint was written may be followed by another one."""
+WARNING_S = 90
+"""How long before the end Slurm warns a job, unless it is told otherwise."""
+SLACK_S = 60
+"""Slurm warns up to a minute earlier than it was asked to: sbatch(1), --signal."""
 
 
 class _Warning:
@@ -36,17 +40,25 @@ class _Warning:
             raise KeyboardInterrupt
 
 
-def run_job(words: Sequence[str], run: str = "") -> None:
+def run_job(words: Sequence[str], run: str = "", warning_s: int = WARNING_S) -> None:
     """Run `stability` with these words; `run` is the folder of the run that they train.
 
-    RuntimeError, which makes the job a failed one, if that fails.
+    `warning_s` says how long before its end the job is warned. RuntimeError, which makes the job a
+    failed one, if the command fails, or if time is up and no checkpoint was written in this turn.
     """
     warning, before = _Warning(), _last_checkpoint(run)
     _tell_ranks()
     # by name, in a process of its own: the command line stands above this room
     code = importlib.import_module("stability.cli.main").main(list(words))
     if warning.has_come and code:
-        _ask_for_another_turn(is_idle=_last_checkpoint(run) <= before)
+        if _last_checkpoint(run) <= before and _seconds_left() < warning_s + SLACK_S:
+            # another turn would get no further; a preemption, which comes earlier, says nothing
+            raise RuntimeError(
+                "time is up, and no checkpoint was written in this turn; give the job more time "
+                "(--slurm.time), or lower train.checkpoint_every"
+            )
+        if os.environ.get("SLURM_PROCID", "0") == "0":
+            subprocess.run(["scontrol", "requeue", _own_id()], check=True, timeout=60)
     elif code:
         raise RuntimeError(f"`stability {shlex.join(words)}` ended with exit code {code}")
 
@@ -55,16 +67,10 @@ def _last_checkpoint(run: str) -> int:
     return max(checkpoint_steps(RunPaths(Path(run))), default=0) if run else 0
 
 
-def _ask_for_another_turn(*, is_idle: bool) -> None:
-    """Put this job back into the queue; RuntimeError if that would never end."""
-    turns = int(os.environ.get("SLURM_RESTART_COUNT") or 0) + 1
-    if is_idle and turns > IDLE_TURNS:
-        raise RuntimeError(
-            f"time was up in turn {turns}, and no checkpoint was written in it; give the job more "
-            "time (--slurm.time), or lower train.checkpoint_every"
-        )
-    if os.environ.get("SLURM_PROCID", "0") == "0":
-        subprocess.run(["scontrol", "requeue", _own_id()], check=True, timeout=60)
+def _seconds_left() -> float:
+    """Return the time until the job's limit; infinity for none, and where Slurm does not tell."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) - time.time() if end.isdigit() else math.inf
 
 
 def _own_id() -> str:

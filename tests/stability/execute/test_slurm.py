@@ -1,7 +1,7 @@
 """Which arrays are submitted, with which dependencies, and what is told where Slurm lacks."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stability.execute.executor import StudyCommand
@@ -51,6 +51,7 @@ def test_a_single_seed_of_an_older_array_waits_for_its_own_baseline(tmp_path):
     ]
 
 
+@settings(max_examples=30)
 @given(st.data())
 def test_every_run_that_is_not_under_way_is_planned_once_and_after_its_baseline(
     tmp_path_factory, data
