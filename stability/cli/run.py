@@ -3,7 +3,8 @@
 import dataclasses
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -184,9 +185,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     with StudyDisplay(console, 1 if asked.only else len(runs)) as display:
         try:
             if asked.only and asked.seed is not None:
-                _end_on_sigterm()
                 one = (config, asked.out, asked.only, asked.seed)
-                runs = [run_one(*one, options=options, observer=display)]
+                with _ending_on_sigterm():
+                    runs = [run_one(*one, options=options, observer=display)]
             elif asked.finish:
                 finish_study(config, runs, display)
             else:
@@ -205,13 +206,18 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
 
 
-def _end_on_sigterm() -> None:
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
     """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _executor(asked: _Asked, config: StudyConfig, mode: WandbMode) -> "Executor | None":

@@ -49,6 +49,7 @@ class Command:
             return self.process.wait(PATIENCE_S)
         finally:
             self.process.kill()
+            self.process.wait()
 
     def interrupt(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -78,12 +79,13 @@ def is_under_way(run: RunStatus) -> bool:
 
 
 @pytest.fixture(scope="session")
-def write_long(tmp_path_factory, text_file) -> Callable[[tuple[int, ...]], Path]:
-    """Return a function that writes the study with some seeds, long enough to be disturbed."""
+def write_long(tmp_path_factory, text_file) -> Callable[..., Path]:
+    """Return a function that writes the study, or a part of it, long enough to be disturbed."""
 
-    def write(seeds: tuple[int, ...] = (0, 1)) -> Path:
+    def write(seeds: tuple[int, ...] = (0, 1), arms: tuple[str, ...] = ARMS) -> Path:
         def edit(content: dict) -> None:
-            content["arms"] = {name: TINY_ARMS[name] for name in ARMS}
+            content["arms"] = {name: TINY_ARMS[name] for name in arms}
+            content["yardstick"] = arms[-1]
             content["seeds"] = list(seeds)
             content["base"]["probe"] = {"every": 0}
             content["base"]["train"] |= {"steps": STEPS, "checkpoint_every": SAVED_EVERY}
@@ -96,6 +98,6 @@ def write_long(tmp_path_factory, text_file) -> Callable[[tuple[int, ...]], Path]
 @pytest.fixture(scope="session")
 def trained_here(write_long) -> Path:
     """The folder of the study, trained by processes of this machine."""
-    command = Command(write_long((0, 1)), "--jobs", "2")
+    command = Command(write_long(), "--jobs", "2")
     assert command.ended() == 0, command.log.read_text()
     return command.folder

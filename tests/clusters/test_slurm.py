@@ -60,7 +60,7 @@ class Story:
 @pytest.fixture(scope="module")
 def story(slurm, write_long) -> Story:
     """Train the study: detach, requeue a baseline, lose the node of a candidate, attach again."""
-    story = Story(slurm, write_long((0, 1)))
+    story = Story(slurm, write_long())
     first = story.command
     story.queued = first.until(lambda runs: runs if ("", 0) in runs else None)
     story.code_of_ctrl_c = first.interrupt()
