@@ -35,9 +35,9 @@ def test_a_node_that_is_removed_changes_no_bit(cluster, write_long, trained_here
     command = Command(study, "--executor", "ray", f"--ray.address={cluster.address}")
     disturbed = command.until(lambda runs: next(filter(is_under_way, runs.values()), None))
     assert disturbed.arm == "baseline"
+    cluster.remove_node(first)
     assert command.interrupt() == 130
     cluster.add_node(num_cpus=2)
-    cluster.remove_node(first)
     again = Command(study, "--executor", "ray", f"--ray.address={cluster.address}")
     assert again.ended() == 0, again.log.read_text()
     assert "3 tasks found on Ray" in again.log.read_text()

