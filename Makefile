@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow lint bench gpu experiments docs clean
+.PHONY: install demo test test-slow test-clusters lint bench gpu experiments docs clean
 
 install: $(INSTALLED)
 
@@ -20,13 +20,23 @@ demo: $(INSTALLED)
 # one thread a worker: two workers of two threads each would fight over two cores
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --no-showlocals
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long and not clusters"
 
 # slow: kill and resume at many points, trainings of every kind; long: every dial of the kernels, the
 # whole zoo of attentions, simulations with 100,000 repetitions
 SLOW = slow or long
 test-slow: $(INSTALLED)
-	$(PYTEST) -m "$(SLOW)"
+	$(PYTEST) -m "($(SLOW)) and not clusters"
+
+# On a Slurm and a Ray that are started here for it. Slurm comes from Debian's packages, and needs
+# root: `apt-get install slurm-wlm munge`; where there is none its tests are skipped, which says why.
+CLUSTERS := $(VENV)/.clusters
+test-clusters: $(CLUSTERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --no-showlocals -m clusters tests/clusters
+
+$(CLUSTERS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[slurm,ray]'
+	@touch $@
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

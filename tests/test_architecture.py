@@ -170,6 +170,7 @@ CHANGES = re.compile(
 ELSEWHERE = {
     "cli/main.py": "the null device",
     "cli/report.py": "a page that a browser opens once",
+    "execute/ray_tasks.py": "what a task prints, which is no record",
     "recorder/inside/spool.py": "what a record is made of, in a process without this package",
     "records/file_operations.py": "the place itself",
     "report/live/summary_store.py": "a cache of the dashboard, kept out of the records",

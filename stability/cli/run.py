@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.config.command_study import (
@@ -20,9 +23,13 @@ from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stability.execute.executor import Executor
+
 __all__ = ["option_help", "run", "split_options"]
 
 Study = TypeVar("Study", StudyConfig, CommandStudy)
+
+ExecutorName = Literal["local", "slurm", "ray"]
 
 _TOP_LEVEL = {field.name for field in dataclasses.fields(ArmConfig)}
 
@@ -34,6 +41,10 @@ def run(
     check_observer: bool = False,
     jobs: int = 0,
     seeds: int = 0,
+    executor: ExecutorName = "local",
+    only: str = "",
+    seed: int | None = None,
+    finish: bool = False,
     overrides: dict[str, str] | None = None,
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
@@ -50,18 +61,101 @@ def run(
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
             one on a CPU. Commands run one after another, since nobody knows what each takes
         seeds: how many seeds, counting on from the study's own; 0 is the study's
+        executor: who trains the runs: processes of this machine, jobs of Slurm or tasks of Ray,
+            with their options as `--slurm.partition NAME` or `--ray.num-gpus 1`. Jobs and tasks
+            outlive this command, and the same command finds them again
+        only: train the run of this arm alone, with --seed, and measure nothing that follows the
+            runs; for a scheduler that starts each run by itself. Its baseline must be trained
+        seed: the seed of --only
+        finish: train nothing, and measure what follows the runs
         overrides: values in the study's base, by dotted key
     """
+    asked = _Asked(
+        study=study,
+        out=out,
+        wandb=wandb,
+        check_observer=check_observer,
+        jobs=jobs,
+        seeds=seeds,
+        executor=executor,
+        only=only,
+        seed=seed,
+        finish=finish,
+        overrides=overrides or {},
+    )
     if is_command_study(study):
-        if jobs > 1:
-            raise ValueError(
-                f"{study}: jobs must be 1 for a study of commands, got {jobs}: a command takes as "
-                "many processes and threads as it likes, and its number of threads is part of what "
-                "decides its bits"
-            )
-        commands = _with_seeds(load_command_study(study, overrides), seeds)
+        asked.check_commands()
+        commands = _with_seeds(load_command_study(study, asked.of_base), seeds)
         return _run_commands(commands, out, wandb, check_observer=check_observer)
-    config = _with_seeds(load_study(study, overrides), seeds)
+    return _run_configs(asked, _with_seeds(load_study(study, asked.of_base), seeds))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """The command line of `stability run`."""
+
+    study: Path
+    out: Path
+    wandb: WandbMode | None
+    check_observer: bool
+    jobs: int
+    seeds: int
+    executor: ExecutorName
+    only: str
+    seed: int | None
+    finish: bool
+    overrides: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if bool(self.only) != (self.seed is not None):
+            raise ValueError(
+                f"run: only and seed must be given together, got only {self.only!r} and seed "
+                f"{self.seed}; they name one run"
+            )
+        others = [x for x in ("slurm", "ray") if x != self.executor and self.options(x)]
+        if others and not (self.only or self.finish):
+            raise ValueError(
+                f"run: executor must be {others[0]} for --{others[0]} options, got "
+                f"{self.executor!r}"
+            )
+        if self.only and self.finish:
+            raise ValueError("run: only and finish must not both be given: one trains, one doesn't")
+
+    @property
+    def of_base(self) -> dict[str, str]:
+        """The overrides of the study's base."""
+        of_executors = tuple(f"{name}." for name in ("slurm", "ray"))
+        return {k: v for k, v in self.overrides.items() if not k.startswith(of_executors)}
+
+    def options(self, executor: str) -> dict[str, str]:
+        """Return the options of an executor by name."""
+        found = {k: v for k, v in self.overrides.items() if k.startswith(f"{executor}.")}
+        return {k.removeprefix(f"{executor}."): value for k, value in found.items()}
+
+    def check_commands(self) -> None:
+        """ValueError for what a study of commands can't have."""
+        if self.executor != "local" or self.only or self.finish:
+            raise ValueError(
+                f"{self.study}: a study of commands must run here and whole, got executor "
+                f"{self.executor!r}, only {self.only!r}; `stability record` records one command"
+            )
+        if self.jobs > 1:
+            raise ValueError(
+                f"{self.study}: jobs must be 1 for a study of commands, got {self.jobs}: a command "
+                "takes as many processes and threads as it likes, and its number of threads is "
+                "part of what decides its bits"
+            )
+
+    def words(self, mode: WandbMode) -> tuple[str, ...]:
+        """Return this command line for a job elsewhere, less what trains the runs."""
+        words = ["run", str(self.study.resolve()), "--out", str(self.out.resolve())]
+        words += ["--wandb", mode]
+        words += ["--seeds", str(self.seeds)] if self.seeds else []
+        words += ["--check-observer"] if self.check_observer else []
+        return (*words, *(f"--{name}={text}" for name, text in self.of_base.items()))
+
+
+def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     # Heavy from here on, torch and Lightning first: mistakes in the YAML were told before.
     import torch
     from rich.console import Console
@@ -69,25 +163,76 @@ def run(
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assemble import quieten_lightning
     from stability.study.run import has_ended
-    from stability.study.run_study import StudyError, changed_protocol, plan_study, run_study
+    from stability.study.run_one import run_one
+    from stability.study.run_study import (
+        StudyError,
+        changed_protocol,
+        finish_study,
+        plan_study,
+        run_study,
+    )
     from stability.study.train_run import TrainOptions
 
-    runs = plan_study(config, out)
-    mode = resolve_mode(wandb)
+    runs = plan_study(config, asked.out)
+    mode = resolve_mode(asked.wandb)
     check_wandb(mode)
+    elsewhere = _executor(asked, config, mode)
     quieten_lightning()
-    for change in changed_protocol(config, out):
+    for change in changed_protocol(config, asked.out):
         print_line(f"EXPLORATORY: {change}")
     console = Console()
-    options = TrainOptions(wandb_mode=mode, check_observer=check_observer)
-    jobs = jobs or max(1, torch.cuda.device_count())
-    with StudyDisplay(console, len(runs)) as display:
+    options = TrainOptions(wandb_mode=mode, check_observer=asked.check_observer)
+    with StudyDisplay(console, 1 if asked.only else len(runs)) as display:
         try:
-            run_study(config, out, options=options, observer=display, jobs=jobs)
+            if asked.only and asked.seed is not None:
+                one = (config, asked.out, asked.only, asked.seed)
+                with _ending_on_sigterm():
+                    runs = [run_one(*one, options=options, observer=display)]
+            elif asked.finish:
+                finish_study(config, runs, display)
+            else:
+                run_study(
+                    config,
+                    asked.out,
+                    options=options,
+                    observer=display,
+                    jobs=asked.jobs or max(1, torch.cuda.device_count()),
+                    elsewhere=elsewhere.train if elsewhere else None,
+                )
         except StudyError as error:
-            raise ValueError(f"{study}: {error}") from error
-    _show_study(out / config.name, mode, console)
+            raise ValueError(f"{asked.study}: {error}") from error
+    if not asked.only:
+        _show_study(asked.out / config.name, mode, console)
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _executor(asked: _Asked, config: StudyConfig, mode: WandbMode) -> "Executor | None":
+    """Return who trains the runs elsewhere; None for processes of this machine."""
+    if asked.executor == "local":
+        return None
+    from stability.execute.executor import StudyCommand
+    from stability.execute.ray_tasks import RayTasks
+    from stability.execute.slurm import SlurmArrays
+
+    command = StudyCommand(
+        words=asked.words(mode), folder=(asked.out / config.name).resolve(), name=config.name
+    )
+    kind = {"slurm": SlurmArrays, "ray": RayTasks}[asked.executor]
+    return kind(command, asked.options(asked.executor))
 
 
 def _run_commands(
@@ -141,6 +286,8 @@ def option_help() -> str:
             lines.append(f"  {field.name}: {names}")
         else:
             lines.append(f"  {field.name}")
+    lines.append("options of an executor, passed through: `--slurm.OPTION VALUE` of sbatch,")
+    lines.append("`--ray.OPTION VALUE` of a task (num-cpus, num-gpus, ...), and --ray.address")
     return "\n".join(lines)
 
 
@@ -157,7 +304,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         word = remaining.pop(0)
         match = re.fullmatch(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", word, flags=re.DOTALL)
         name = match.group(1) if match else ""
-        if match is None or ("." not in name and name not in _TOP_LEVEL):
+        # `--seed N` names a run; the group `seed` of the base is set by its keys, `--seed.base`
+        if match is None or name == "seed" or ("." not in name and name not in _TOP_LEVEL):
             rest.append(word)
             continue
         if match.group(2) is None and not remaining:

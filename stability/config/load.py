@@ -54,6 +54,7 @@ RESERVED = (
     "drifts",
     "figures",
     "forks",
+    "jobs",
     "ladder.json",
     "protocol.json",
     "report.html",

@@ -10,6 +10,7 @@ The entries are flat, so that a message can name the one that differs:
 - `switch.NAME`: numeric switches of torch, which any imported module may turn;
 - `variable.NAME`: environment variables that math libraries read. `variables_listed` says which
   would be here, so that one that is not set is told from one that an older list did not have;
+- `waiting`: how idle threads wait, which decides no bit and is never compared;
 - `package_source`, `kernel_source`: SHA-256 of this package's files that training imports, and of
   the attention library's;
 - `module.NAME`: SHA-256 of each other source that was imported or executed and that no version
@@ -39,11 +40,13 @@ from stability.records.module_sources import own_modules
 from stability.records.numeric_switches import numeric_switches
 
 __all__ = [
+    "VARIABLES_LISTED",
+    "WAITING",
+    "decides_no_bit",
     "environment",
     "environment_outside",
     "hash_environment",
     "hash_sources",
-    "is_about_the_list",
     "is_compared",
     "is_module",
     "is_of_process",
@@ -90,12 +93,13 @@ VARIABLES = {
 }
 """Names of environment variables that reach numerics, as patterns, and how."""
 
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Variables that say how an idle thread waits: on record as `waiting`, and never compared."""
+
 HARMLESS = {
     "CUBLAS_WORKSPACE_CONFIG": "the Trainer sets it for each run, whatever it was",
-    "OMP_WAIT_POLICY": "how an idle thread waits, not what it computes",
+    **dict.fromkeys(WAITING, "how an idle thread waits, not what it computes"),
     "OMP_DISPLAY_ENV": "prints",
-    "GOMP_SPINCOUNT": "how long an idle thread spins",
-    "KMP_BLOCKTIME": "how long an idle thread spins",
     "KMP_WARNINGS": "prints",
     "MKL_VERBOSE": "prints",
     "DNNL_VERBOSE": "prints",
@@ -112,10 +116,10 @@ HARMLESS = {
 }
 """Variables of those names that no bit depends on, and why."""
 
-_LISTED = re.compile("|".join(map(fnmatch.translate, VARIABLES)))
+VARIABLES_LISTED = re.compile("|".join(map(fnmatch.translate, VARIABLES)))
 
 _PACKAGE = Path(__file__).parents[1]
-_NOT_IN_TRAINING = ("cli", "report", "tracking")
+_NOT_IN_TRAINING = ("cli", "execute", "report", "tracking")
 """Rooms of this package that only start a run, or show it."""
 
 
@@ -155,6 +159,7 @@ def environment_outside(variables: Mapping[str, str]) -> dict[str, Any]:
         "cpu_flags": _hash(_cpu("flags")),
         **{f"variable.{name}": value for name, value in _listed(variables).items()},
         "variables_listed": " ".join(VARIABLES),
+        "waiting": " ".join(f"{name}={variables[name]}" for name in WAITING if name in variables),
     }
 
 
@@ -162,9 +167,9 @@ def hash_environment(environment: Mapping[str, Any]) -> str:
     """Return the SHA-256 of an environment: equal in two runs that may be a pair.
 
     Packages and modules are left out, since a run may need more of them than its pair, and so is
-    what the list was.
+    what decides no bit.
     """
-    left_out = (may_be_missing, is_about_the_list)
+    left_out = (may_be_missing, decides_no_bit)
     kept = {k: v for k, v in environment.items() if not any(test(k) for test in left_out)}
     return _hash(json.dumps(kept, sort_keys=True))
 
@@ -174,9 +179,9 @@ def may_be_missing(key: str) -> bool:
     return key.startswith(("package.", "module.", "code.", "library."))
 
 
-def is_about_the_list(key: str) -> bool:
-    """Whether the entry says what would be on record, and nothing of the run."""
-    return key == "variables_listed"
+def decides_no_bit(key: str) -> bool:
+    """Whether the entry says what would be on record, or how threads wait: nothing of the bits."""
+    return key in ("variables_listed", "waiting")
 
 
 def is_on_record(key: str, environment: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -196,7 +201,7 @@ def is_on_record(key: str, environment: Mapping[str, Any], other: Mapping[str, A
 
 def is_compared(key: str) -> bool:
     """Whether an entry says something of the bits; older versions wrote down more than that."""
-    return not is_about_the_list(key) and key != "variable.PYTORCH_NVML_BASED_CUDA_CHECK"
+    return not decides_no_bit(key) and key != "variable.PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def is_module(key: str) -> bool:
@@ -213,7 +218,7 @@ def _listed(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(variables.items())
-        if _LISTED.match(name) and name not in HARMLESS and not _is_default(name, value)
+        if VARIABLES_LISTED.match(name) and name not in HARMLESS and not _is_default(name, value)
     }
 
 

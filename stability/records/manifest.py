@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from stability.records.paths import RunPaths
 from stability.records.record_types import Count, Pair
 from stability.records.sealed_json import read_record, write_sealed
 
@@ -17,6 +18,7 @@ __all__ = [
     "Manifest",
     "RecordedFork",
     "RunState",
+    "has_ended",
     "read_manifest",
     "write_manifest",
 ]
@@ -117,3 +119,8 @@ def read_manifest(path: Path) -> Manifest:
     fields.
     """
     return read_record(path, Manifest, writer="`stability run`", kind="manifest")
+
+
+def has_ended(paths: RunPaths) -> bool:
+    """Whether the run's records are complete: it reached its last step, or diverged."""
+    return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED

@@ -69,6 +69,11 @@ class StudyPaths:
         return self.root / "window.json"
 
     @property
+    def jobs(self) -> Path:
+        """The folder of what an executor keeps of its jobs: their ids, and what they print."""
+        return self.root / "jobs"
+
+    @property
     def report(self) -> Path:
         """The report for people."""
         return self.root / "report.html"

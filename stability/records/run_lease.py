@@ -33,7 +33,7 @@ from stability.records.paths import RunPaths
 from stability.records.plain_files import read_plain
 from stability.records.sealed_json import parse_json
 
-__all__ = ["LeaseLostError", "is_leased", "lease"]
+__all__ = ["LeaseLostError", "holder", "is_leased", "lease"]
 
 BEAT_S = 2.0
 TRUSTED_S = 8.0
@@ -74,6 +74,19 @@ def is_leased(paths: RunPaths, *, could_lock: bool) -> bool:
     return any(_seems_held(path) for path in paths.leases() if not (could_lock and _is_void(path)))
 
 
+def holder(paths: RunPaths) -> tuple[str, float]:
+    """Return the host whose process holds the run, and since when, in seconds of its clock.
+
+    Empty and 0 where no lease tells.
+    """
+    for path in paths.leases():
+        said = _read(path)
+        host, since = said.get("host"), said.get("since")
+        if isinstance(host, str) and isinstance(since, float) and _seems_held(path):
+            return host, since
+    return "", 0.0
+
+
 class _Lease:
     """The lease of this process."""
 
@@ -85,7 +98,7 @@ class _Lease:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Keep the file and its beat as long as the block lasts."""
-        content = json.dumps(_this_process()).encode()
+        content = json.dumps({**_this_process(), "since": time.time()}).encode()
         with naming(self.path):
             file_operations.fill(self.path, lambda temporary: temporary.write_bytes(content))
         ended = threading.Event()

@@ -23,7 +23,14 @@ from stability.records.identity import (
     is_on_record,
     may_be_missing,
 )
-from stability.records.manifest import ENDED, Manifest, RecordedFork, read_manifest, write_manifest
+from stability.records.manifest import (
+    ENDED,
+    Manifest,
+    RecordedFork,
+    has_ended,
+    read_manifest,
+    write_manifest,
+)
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
@@ -96,16 +103,12 @@ def snapshot_steps_of(run: Run) -> set[int]:
     return {*run.config.train.planned_snapshots(), run.last_step}
 
 
-def has_ended(paths: RunPaths) -> bool:
-    """Whether the run's records are complete: it reached its last step, or diverged."""
-    return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED
-
-
-def check_existing(run: Run) -> list[str]:
+def check_existing(run: Run, *, trains_here: bool = True) -> list[str]:
     """Return what is damaged of a run that has ended, which `reopen` then sends back to training.
 
     RunConflictError if the run's directory holds another run. A run that goes on from a checkpoint
-    needs the sources that it was begun with as well. ValueError as `assemble.describe_attention`.
+    needs the sources that it was begun with as well: of one that `trains_here` they are compared.
+    ValueError as `assemble.describe_attention`.
     """
     manifest, torn = _manifest_of(run.paths)
     if manifest is None:
@@ -117,7 +120,7 @@ def check_existing(run: Run) -> list[str]:
     # a manifest from before arms could end early says nothing: its run trained the whole length
     _refuse_difference(run, "until", manifest.until or run.config.train.steps, run.last_step)
     damaged = damage(run.paths) if manifest.state in ENDED else []
-    if damaged or manifest.state not in ENDED:
+    if trains_here and (damaged or manifest.state not in ENDED):
         _refuse_other_sources(run, manifest)
     return damaged
 

@@ -1,11 +1,14 @@
 """A whole study: everything is checked before the first byte is written, then run after run.
 
 Seeds are the outer loop, and in each the baseline comes first and the controls next: a study
-stopped half-way holds whole pairs. How one run is trained is left to `train_run`, how progress is
-shown to the observer.
+stopped half-way holds whole pairs. What is measured once all have trained is measured by one
+process, whoever trained them. How one run is trained is left to `train_run`, how progress is shown
+to the observer, and runs on other machines to `execute`.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,7 @@ from stability.records.protocol import (
     read_protocol,
     seal_protocol,
 )
+from stability.records.run_lock import hold
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_run, update_assays
 from stability.study.assemble import assemble, load_data
@@ -50,15 +54,24 @@ from stability.study.window import freeze_window
 
 __all__ = [
     "StudyError",
+    "Training",
     "changed_protocol",
     "check_study",
+    "finish_study",
     "in_training_order",
     "plan_study",
     "run_study",
+    "sealed_under",
 ]
 
 
 T = TypeVar("T")
+
+Training = Callable[[list[Run], StudyObserver], None]
+"""Brings runs to their end, each after its baseline, and tells the observer how they went."""
+
+PAUSE_S = 1.0
+"""Between two looks whether another process has finished the study."""
 
 
 class StudyError(ValueError):
@@ -159,6 +172,7 @@ def run_study(
     observer: StudyObserver,
     jobs: int = 1,
     isolated: bool = True,
+    elsewhere: Training | None = None,
 ) -> list[Run]:
     """Train every arm and seed of `study` into `out/<name>`, and return the runs.
 
@@ -166,43 +180,92 @@ def run_study(
     failure is recorded in the run's manifest and the other runs go on, but a candidate whose
     baseline failed is not started. Up to `jobs` runs train at once, each in a fresh process of its
     own. Not `isolated`, they train one after another in this process, for a debugger: what one does
-    to the process, the next one finds. The protocol is sealed before the first of them, and an
+    to the process, the next one finds. With `elsewhere` it is that which trains them, on machines
+    that may have what this one lacks. The protocol is sealed before the first of them, and an
     older one is kept. DiskFullError where the disk is full: nothing that was written is lost.
     ValueError as `check_study`, for a damaged protocol, and for `jobs` below 1.
     """
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    damaged = check_study(runs, jobs, isolated=isolated)
-    folder, content = StudyPaths(out / study.name).root, _content(study, runs)
-    seal_protocol(folder, _protocol(study, content))
-    write_sealed(StudyPaths(folder).study, content)
+    damaged = _check_records(runs) if elsewhere else check_study(runs, jobs, isolated=isolated)
+    sealed = sealed_under(study, out, runs)
     for run, found in damaged:
         reopen(run, found, observer)
-    sealed = protocol_hash(folder)
     runs = [replace(run, protocol=sealed) for run in runs]
     settle = partial(_settle, runs, study.keep, observer)
-    if not isolated:
+    if elsewhere is not None:
+        elsewhere(runs, observer)
+    elif not isolated:
         _train_in_turn(runs, options, observer, settle)
     elif jobs > 1:
         train_in_processes(runs, jobs, options, observer)
     else:
         _train_seed_by_seed(runs, options, observer, settle)
-    for seed in study.seeds:
-        # a second time where they were trained in turn: what is on record is not measured again
-        settle(seed)
-    freeze_window(out / study.name)
-    update_assays(
-        folder,
-        runs,
-        study.policy,
-        observer.run_noted,
-        observer.study_noted,
-        measure=partial(call_alone, assay_run) if isolated else assay_run,
-    )
-    # the first seed's, which faults were planted on
-    drop_by_policy(folder, _of_seed(runs, study.seeds[0]), study.keep)
+    finish_study(study, runs, observer, isolated=isolated)
     return runs
+
+
+def _check_records(runs: list[Run]) -> list[tuple[Run, list[str]]]:
+    """Check what is on record, as `check_study`, and nothing of this machine."""
+    found = [(run, check_existing(run, trains_here=False)) for run in runs]
+    damaged = [(run, what) for run, what in found if what]
+    sent_back = {run.paths for run, _ in damaged}
+    for run in runs:
+        if run.baseline and has_ended(run.baseline) and not sent_back & {run.paths, run.baseline}:
+            check_kept(run, baseline_is_kept=True)
+    return damaged
+
+
+def sealed_under(study: StudyConfig, out: Path, runs: list[Run]) -> str:
+    """Seal the protocol of `study`, write down its plan, and return the hash of the protocol."""
+    folder, content = StudyPaths(out / study.name).root, _content(study, runs)
+    seal_protocol(folder, _protocol(study, content))
+    write_sealed(StudyPaths(folder).study, content)
+    return protocol_hash(folder)
+
+
+def finish_study(
+    study: StudyConfig, runs: list[Run], observer: StudyObserver, *, isolated: bool = True
+) -> None:
+    """Measure what is measured once all runs have trained; what is on record is kept.
+
+    These are the distances between arms, drifts that must be computed anew, the window and the
+    assays. If another process does it, this one waits for it, and finds nothing left to do.
+    """
+    folder = runs[0].paths.root.parent.parent
+    with _alone_with(folder, observer):
+        for seed in study.seeds:
+            # a second time where they were trained in turn: what is on record isn't measured again
+            _settle(runs, study.keep, observer, seed)
+        freeze_window(folder)
+        update_assays(
+            folder,
+            runs,
+            study.policy,
+            observer.run_noted,
+            observer.study_noted,
+            measure=partial(call_alone, assay_run) if isolated else assay_run,
+        )
+        # the first seed's, which faults were planted on
+        drop_by_policy(folder, _of_seed(runs, study.seeds[0]), study.keep)
+
+
+@contextmanager
+def _alone_with(folder: Path, observer: StudyObserver) -> Iterator[None]:
+    """Hold the lock of a study's folder, once whoever holds it has let go."""
+    with ExitStack() as stack:
+        is_told = False
+        while True:
+            try:
+                stack.enter_context(hold(RunPaths(folder)))
+                break
+            except BlockingIOError:
+                if not is_told:
+                    observer.study_noted("another process measures what follows the runs; waiting")
+                is_told = True
+            time.sleep(PAUSE_S)
+        yield
 
 
 def _train_seed_by_seed(

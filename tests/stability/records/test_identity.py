@@ -22,6 +22,7 @@ from stability.records import numeric_switches as switches_module
 from stability.records.identity import (
     HARMLESS,
     VARIABLES,
+    WAITING,
     environment,
     environment_outside,
     hash_environment,
@@ -156,7 +157,18 @@ def test_the_cache_that_torch_chose_itself_is_no_choice(monkeypatch):
 def test_a_variable_without_effect_is_not(name, monkeypatch):
     before = environment()
     monkeypatch.setenv(name, "another")
-    assert environment() == before
+    after = environment()
+    assert {key for key in before if before[key] != after.get(key)} <= {"waiting"}
+    assert before.keys() == after.keys()
+    assert hash_environment(after) == hash_environment(before)
+
+
+def test_how_idle_threads_wait_is_on_record_and_never_compared(monkeypatch):
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert environment()["waiting"] == "OMP_WAIT_POLICY=PASSIVE"
+    assert not is_compared("waiting")
 
 
 def test_a_switch_that_any_module_may_turn_is_in_it():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from stability.records.identity import may_be_missing
+from stability.records.identity import is_compared, may_be_missing
 from stability.records.manifest import read_manifest
 from stability.records.witness import read_witness
 
@@ -21,7 +21,11 @@ def recorded_bits(study: Path) -> dict[str, bytes]:
             if not name.startswith("checkpoints/")
         }
         # pytest's own process has other modules imported than one that only trains
-        known = {n: v for n, v in manifest.environment.items() if not may_be_missing(n)}
+        known = {
+            name: value
+            for name, value in manifest.environment.items()
+            if is_compared(name) and not may_be_missing(name)
+        }
         trained = replace(manifest, files=files, environment=known)
         bits[str(path.relative_to(study))] = repr(trained).encode()
     for path in study.rglob("witness.json"):

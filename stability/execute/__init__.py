@@ -1,0 +1,1 @@
+"""Brings the runs of a study to their end: as processes of this machine, by Slurm, or by Ray."""
