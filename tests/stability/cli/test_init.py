@@ -13,7 +13,7 @@ from tests.stability.recorder.recording import SCRIPTS, code_of
 PLAIN = [sys.executable, str(SCRIPTS / "plain.py")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_is_written_after_a_trial_and_runs_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,7 +76,11 @@ GROUPS = {
     ],
     "model": ["model.dropout", "model.heads", "model.qk_norm", "model.options.rope_theta"],
     "compile": ["train.compile", "train.compile_options.mode"],
-    "layout": [],  # told by values: `test_launchers`
+    # and those that values tell: `test_launchers`
+    "layout": [
+        *("parallel.data", "parallel.shard", "parallel.tensor", "parallel.sequence"),
+        *("parallel.reduce", "parallel.accumulate"),
+    ],
     "code": ["program", "ref", "setup"],
     "flags": ["flags.lr", "flags", "config.lr"],
     "environment": ["env.OMP_NUM_THREADS", "python", "deterministic", "train.deterministic"],

@@ -41,7 +41,7 @@ UPDATES = {
     "accelerate launch, two ranks": 3,
     "Lightning, two ranks": 4,
 }
-SLOW = ("Muon and AdamW", "averaged and evaluated", "Hugging Face", "Lightning")
+SLOW = ("averaged and evaluated", "Lightning")
 """What CI runs of them besides the first."""
 
 
@@ -89,7 +89,7 @@ DOORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", others_long(DOORS, slow=["call", "Lightning"]))
+@pytest.mark.parametrize("door", others_long(DOORS, slow=["Lightning"]))
 def test_a_script_that_opens_a_door_is_recorded_and_paired(
     door: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,7 +144,7 @@ def test_a_folder_of_dcps_is_a_checkpoint_to_go_on_from(
     assert read_manifest(fork.manifest).config["start"] == str(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_fork_of_a_studys_arm_takes_its_own_resume_and_its_typed_flags(
     recorded: Forked, forked: Forked, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,17 +36,14 @@ def _edit(content, model):
     content["base"]["probe"] |= {"inside": True, "gradient_every": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "model"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.long),
-        pytest.param(3, {"builder": "llama", "kv_heads": 1}, marks=pytest.mark.long),
-        pytest.param(
-            *(4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
-            marks=pytest.mark.long,
-        ),
+        (2, {}),
+        (3, {"builder": "llama", "kv_heads": 1}),
+        (4, {"builder": "huggingface", "options": {"config": HF_LLAMA}, "kv_heads": 1}),
     ],
     ids=["1", "2", "llama", "hugging face"],
 )

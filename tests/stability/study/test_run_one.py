@@ -67,7 +67,7 @@ def test_what_follows_the_runs_is_measured_by_one_process(write_study, tmp_path,
     monkeypatch.setattr("stability.records.run_lock.PATIENCE_S", 0.0)
     monkeypatch.setattr("stability.study.run_study.PAUSE_S", 0.0)
     steps: list[str] = []
-    for name in ("_measure_distances", "_remake_drifts", "freeze_window", "update_assays"):
+    for name in ("update_distances", "remake_drifts", "freeze_window", "update_assays"):
         monkeypatch.setattr(
             f"stability.study.run_study.{name}", lambda *rest, n=name, **k: steps.append(n)
         )
@@ -82,7 +82,7 @@ def test_what_follows_the_runs_is_measured_by_one_process(write_study, tmp_path,
     finish_study(study, runs, observer, isolated=False)
     assert steps == [
         "waiting",
-        *["_measure_distances", "_remake_drifts"] * 2,
+        *["update_distances", "remake_drifts"] * 2,
         "freeze_window",
         "update_assays",
     ]
