@@ -53,9 +53,7 @@ class LanguageModel(LightningModule):
         self.model = model
         self._optimizer = optimizer
         self._steps = steps
-        self._called: Any
         self._taken_over: dict[str, Any] | None = None
-        self.call_through(model)
 
     def call_through(self, called: Any) -> None:
         """Call `called` for the model, which a wrapper may hold that adds up gradients over ranks.
@@ -70,7 +68,8 @@ class LanguageModel(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Return the mean cross-entropy of each next token, in nats, FP32 or FP64."""
-        loss = next_token_loss(self._called(batch[:, :-1]), batch)
+        called = vars(self).get("_called", self.model)
+        loss = next_token_loss(called(batch[:, :-1]), batch)
         # the loggers get it from recorder.trainer_door, in time for the step's checkpoint
         self.log("train/loss", loss, prog_bar=True, logger=False)
         return loss

@@ -112,7 +112,8 @@ class TrainerDoor(UpdateCallback):
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Record the update, and the weights if they are due."""
         made = trainer.global_step
-        self.loss, hashed = self._joined()
+        joined = (self._ranks, self._parallel.tensor)
+        self.loss, hashed = _on_host(self._losses, self._hashes, *joined)
         self.writer.updated(made, self.loss, hashed)
         if made in self._steps:
             self._record_weights(trainer, made, is_logged=False)
@@ -168,15 +169,18 @@ class TrainerDoor(UpdateCallback):
         if is_kept:
             self.writer.predictions(step, torch.cat(predicted[: self._kept]))
 
-    def _joined(self) -> tuple[float, str]:
-        """Return an update's loss, and its hash as the recorder writes it, after one transfer.
 
-        The sum of the micro-batches' losses is their mean: Lightning has divided each by their
-        number.
-        """
-        loss, total = torch.stack(self._losses).double().sum(), torch.stack(self._hashes).sum()
-        own = torch.stack([loss.view(torch.int64), total.to(loss.device)])
-        found = self._ranks.stacked(own)[:: self._parallel.tensor].tolist()
-        losses = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, _ in found]
-        number = sum(hashed for _, hashed in found)
-        return sum(losses) / len(losses), f"{number % 2**64:016x}"
+def _on_host(
+    losses: Sequence[Tensor], hashes: Sequence[Tensor], ranks: Ranks = ALONE, sharers: int = 1
+) -> tuple[float, str]:
+    """Return an update's loss, and its hash as the recorder writes it, after one transfer for both.
+
+    The sum of the micro-batches' losses is their mean: Lightning has divided each by their number.
+    Of `sharers`, neighbours with the same samples, the first one counts.
+    """
+    loss, total = torch.stack(list(losses)).double().sum(), torch.stack(list(hashes)).sum()
+    own = torch.stack([loss.view(torch.int64), total.to(loss.device)])
+    found = ranks.stacked(own)[::sharers].tolist()
+    each = [struct.unpack("<d", struct.pack("<q", bits))[0] for bits, _ in found]
+    number = sum(hashed for _, hashed in found)
+    return sum(each) / len(each), f"{number % 2**64:016x}"

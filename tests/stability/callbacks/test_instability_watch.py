@@ -39,15 +39,17 @@ def _by_hand(module, blocks, steps, accumulate):
     found, (beta1, beta2) = [], OPTIMIZER.betas
     for step in range(steps):
         total = {name: torch.zeros_like(w) for name, w in weights.items()}
+        log_z = 0.0
         for batch in (next(batches) for _ in range(accumulate)):
             logits = module.model(batch[:, :-1])
+            log_z += logits.detach().exp().sum(-1).log().mean() / accumulate
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) / accumulate
             for name, g in zip(weights, torch.autograd.grad(loss, weights.values()), strict=True):
                 total[name] += g
         norm = torch.cat([g.flatten() for g in total.values()]).norm()
         figures = {
             "watch/grad_norm": norm,
-            "watch/log_z": logits.detach().exp().sum(-1).log().mean(),
+            "watch/log_z": log_z,
         }
         factor = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 100))
         for name, w in weights.items():

@@ -159,5 +159,5 @@ def test_a_launcher_of_one_process_and_a_job_of_several_tasks_are_no_matter(
 def test_a_trainer_of_several_processes_is_refused_wherever_it_comes_from(write_study, tmp_path):
     config = load_study(write_study(_baseline_alone)).base
     config.train.trainer.update(num_nodes=2, strategy="ddp")  # past the check of the config
-    with pytest.raises(ValueError, match="the world size must be 1, got 2; a run trains in one pr"):
+    with pytest.raises(ValueError, match="the world size must be 1, got 2; a run trains in the pr"):
         make_trainer(config, RunFiles.unnamed(tmp_path), [], [])
