@@ -29,6 +29,9 @@ class ParallelConfig:
     """The format in which gradients are added up over ranks; `own` is that of the gradients."""
     accumulate: int = 1
     """Micro-batches that each rank cuts its part of the batch into."""
+    fault: Literal["", "replica_gain_1pct", "replica_left_out"] = ""
+    """A known error planted on the layout: the last replica's gradient counts 1 % too much, or not
+    at all."""
 
     def __post_init__(self) -> None:
         for name in ("data", "shard", "tensor", "accumulate"):
@@ -37,8 +40,10 @@ class ParallelConfig:
             )
         rule = "sequence must be false where tensor is 1 and no rank shares a layer"
         require(self.tensor > 1 or not self.sequence, "parallel", rule, self.sequence)
-        rule = "reduce must be own where data and shard are 1 and no gradient is reduced"
-        require(self.replicas > 1 or self.reduce == "own", "parallel", rule, self.reduce)
+        for name, default in (("reduce", "own"), ("fault", "")):
+            value = getattr(self, name)
+            rule = f"{name} must be {default!r} where data and shard are 1: no gradient is reduced"
+            require(self.replicas > 1 or value == default, "parallel", rule, value)
 
     @property
     def ranks(self) -> int:

@@ -203,7 +203,7 @@ def default_role(name: str, differences: Mapping[str, Any], yardstick: str) -> R
         return "rerun"
     if axes == ["nudge"]:
         return "nudge"
-    if "attention.fault" in differences:
+    if {"attention.fault", "parallel.fault"} & differences.keys():
         return "broken"
     if name == yardstick or set(axes) <= _ACCEPTED_AXES:
         return "yardstick"

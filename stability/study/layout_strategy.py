@@ -63,6 +63,10 @@ class _RankEnvironment(LightningEnvironment):
         return 0
 
 
+_FAULTS = {"": 1.0, "replica_gain_1pct": 1.01, "replica_left_out": 0.0}
+"""By how much each planted fault multiplies the loss of the last replica."""
+
+
 class LayoutStrategy(ParallelStrategy):
     """Trains a `LanguageModel` over `ranks`, laid out as `parallel` says."""
 
@@ -99,6 +103,16 @@ class LayoutStrategy(ParallelStrategy):
         self._called = lay_out(model.model, self._parallel, self._mesh)
         model.call_through(self._called)
         return model
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **keywords: Any
+    ) -> Tensor:
+        """Compute gradients; those of the last replica by a planted fault, if there is one."""
+        replica = self._ranks.rank // self._parallel.tensor
+        is_last = replica == self._parallel.replicas - 1
+        factor = _FAULTS[self._parallel.fault] if is_last else 1.0
+        faulty = closure_loss * factor if factor != 1.0 else closure_loss
+        return super().backward(faulty, optimizer, *args, **keywords)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -79,7 +79,7 @@ GROUPS = {
     # and those that values tell: `test_launchers`
     "layout": [
         *("parallel.data", "parallel.shard", "parallel.tensor", "parallel.sequence"),
-        *("parallel.reduce", "parallel.accumulate"),
+        *("parallel.reduce", "parallel.accumulate", "parallel.fault"),
     ],
     "code": ["program", "ref", "setup"],
     "flags": ["flags.lr", "flags", "config.lr"],

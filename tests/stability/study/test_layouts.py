@@ -33,6 +33,8 @@ TWO = {
     "sequence": ParallelConfig(tensor=2, sequence=True),
     "ddp, bf16": ParallelConfig(data=2, reduce="bf16"),
     "fsdp, bf16": ParallelConfig(shard=2, reduce="bf16"),
+    "ddp, at fault": ParallelConfig(data=2, fault="replica_gain_1pct"),
+    "fsdp, at fault": ParallelConfig(shard=2, fault="replica_gain_1pct"),
 }
 FOUR = {
     "ddp": ParallelConfig(data=4),
@@ -97,6 +99,8 @@ def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
     assert first["fsdp"]["metrics"] == second["fsdp"]["metrics"]
     assert same_bits(first["ddp, bf16"], first["fsdp, bf16"])
     assert not same_bits(first["ddp, bf16"], first["ddp"])
+    assert same_bits(first["ddp, at fault"], first["fsdp, at fault"])
+    assert distance(first["ddp, at fault"], one["one"]) > 100 * distance(first["ddp"], one["one"])
     assert not same_bits(one["one"], one["unclipped"]), "clipping must be active"
     for name, run in first.items():
         assert run["batches"] == one["one"]["batches"], name
@@ -190,7 +194,8 @@ def test_a_model_that_cannot_be_laid_out_is_refused(base, model, parallel, said)
     [
         ({"data": 0}, "parallel: data must be >= 1, got 0"),
         ({"sequence": True}, "sequence must be false where tensor is 1"),
-        ({"tensor": 2, "reduce": "bf16"}, "reduce must be own where data and shard are 1"),
+        ({"tensor": 2, "reduce": "bf16"}, "reduce must be 'own' where data and shard are 1"),
+        ({"fault": "replica_left_out"}, "fault must be '' where data and shard are 1"),
     ],
 )
 def test_a_layout_that_is_none_is_refused(given, said):
