@@ -55,15 +55,22 @@ def _lines(name: str, cost: "StudyCost") -> list[str]:
     lines = [
         f"{name[:40]}: {cost.runs} runs",
         f"time    {took} here, one run after another",
-        f"disk    {in_units(cost.bytes)} with keep: {cost.keep}, "
-        f"{in_units(cost.bytes_of_all)} with keep: all",
-        *(
-            f"        {in_units(cost.disk[what]):>10}  of {in_units(x):>10} {what}"
-            for what, x in cost.disk_of_all.items()
-            if x
-        ),
+        *_on_disk(cost),
         f"memory  {in_units(cost.memory.bytes)} of the {where}'s at least, of which",
     ]
     for part in cost.memory.parts:
         lines.append(f"        {in_units(part.bytes):>10}  {part.name}")
     return [line if len(line) <= 80 else f"{line[:77]}..." for line in lines]
+
+
+def _on_disk(cost: "StudyCost") -> list[str]:
+    """Return the lines on what stays, beside what would without a policy."""
+    from stability.study.size_check import in_units  # heavy: torch
+
+    is_all, kept = cost.keep == "all", f"disk    {in_units(cost.bytes)} with keep: {cost.keep}"
+    lines = [kept if is_all else f"{kept}, {in_units(cost.bytes_of_all)} with keep: all"]
+    for what, whole in cost.disk_of_all.items():
+        of_all = "" if is_all else f"of {in_units(whole):>10} "
+        if whole:
+            lines.append(f"        {in_units(cost.disk[what]):>10}  {of_all}{what}")
+    return lines

@@ -4,7 +4,8 @@ Time. Of each arm three updates are made without probe, and two with it; the fir
 and does not count. A run is its updates, those at which the probe looks, and what lay beside the
 updates in the trial: building the model, reading the text, the first and last snapshot. Arms that
 differ in their seed or nudge alone are timed once. Evaluations between the first and last snapshot,
-distances, planted faults and the report are left out: a study takes somewhat longer.
+distances, planted faults and the report are left out: a study takes somewhat longer. Of a run over
+ranks one rank's part is timed, alone: what ranks wait for each other is left out.
 
 Disk. Snapshots with their sketches, checkpoints and predictions follow from the config
 (`size_check`), and which of them stay from the study's `keep` (`storage`); what is sure to be equal
