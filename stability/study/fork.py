@@ -28,6 +28,7 @@ from stability.study.assemble import assemble
 from stability.study.foreign_plan import ForeignRun
 from stability.study.fork_folder import fork_name, fork_place
 from stability.study.fresh_process import call_alone, call_for
+from stability.study.processes import train_in_processes
 from stability.study.run import Fork, Run, check_existing, has_ended, reopen
 from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions, train
@@ -117,6 +118,9 @@ def run_fork(
         reopen(run, damaged, observer)
     if has_ended(run.paths):
         observer.run_ended(run.arm.name, run.seed, "finished", "kept")
+        return read_manifest(run.paths.manifest)
+    if run.config.parallel.ranks > 1:
+        train_in_processes([run], 1, options, observer)
         return read_manifest(run.paths.manifest)
     observer.run_started(1, 1, run.arm.name, run.seed, run.fork.until)
     if isolated:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.study_observer import StudyObserver
@@ -34,7 +36,7 @@ from stability.records.protocol import (
 from stability.records.run_lock import hold
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_run, update_assays
-from stability.study.assemble import assemble, load_data
+from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.distances import update_distances
 from stability.study.fresh_process import call_alone, call_for
 from stability.study.processes import train_in_processes
@@ -141,6 +143,7 @@ def check_study(
     to_train = [run for run in runs if run.paths in sent_back or not has_ended(run.paths)]
     try:
         # before any model is built, which may itself be beyond memory
+        _check_gpus(to_train)
         check_memory(to_train, jobs)
         check_disk(to_train, runs[0].paths.root.parent.parent)
         for its_runs in arms.values():
@@ -149,6 +152,18 @@ def check_study(
     except ValueError as error:
         raise StudyError(str(error)) from error
     return damaged
+
+
+def _check_gpus(runs: list[Run]) -> None:
+    """ValueError for a run over more ranks than there are GPUs, of which each takes one."""
+    count = torch.cuda.device_count()
+    for run in runs:
+        ranks = run.config.parallel.ranks
+        if ranks > 1 and resolve_device(run.config).type == "cuda" and ranks > count:
+            raise ValueError(
+                f"parallel must be a layout over at most {count} ranks here, one a GPU, got "
+                f"{ranks} in arm {run.arm.name}; train.accelerator: cpu takes any number"
+            )
 
 
 def _call_here(_: ArmConfig, function: Callable[..., T], *args: Any) -> T:

@@ -20,8 +20,9 @@ from stability.model.ranks import ALONE, Ranks
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.study.assemble import load_data
+from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.observer_gate import check_observer
-from stability.study.run_study import run_study
+from stability.study.run_study import StudyError, check_study, plan_study, run_study
 from stability.study.train_run import TrainOptions
 from tests.conftest import SilentObserver, write_tiny
 from tests.stability.study.layout_ranks import over_ranks, train_all
@@ -214,7 +215,9 @@ class _Killer(SilentObserver):
     def run_advanced(self, arm, seed, step, loss):
         super().run_advanced(arm, seed, step, loss)
         if arm == "sharded" and step == 3:
-            os.kill(multiprocessing.active_children()[-1].pid, signal.SIGKILL)
+            # they are named by number, in the order in which they were started
+            number = {int(x.name.split("-")[-1]): x for x in multiprocessing.active_children()}
+            os.kill(number[max(number)].pid, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -246,3 +249,26 @@ def test_a_rank_that_dies_ends_the_run_with_its_name_and_it_goes_on_to_the_same_
         # what the first rank has written is what one rank would have
         assert ended[arm].hashes["batches"] == ended["baseline"].hashes["batches"]
         assert prove_pair(runs[0].paths, RunPaths(manifests[arm].parent)).state == "holds"
+
+    # a checkpoint is whole: the run goes on from it to the same bits, and so does another layout
+    same = plan_fork(RunPaths(manifests["sharded"].parent), 4, {}, name="same")
+    assert run_fork(same, options, SilentObserver()).state == "finished"
+    assert set(fork_drifts(same).values()) == {0.0}
+    other = plan_fork(runs[0].paths, 4, {"parallel": {"data": 2}}, name="other")
+    assert run_fork(other, options, SilentObserver()).state == "finished"
+    assert 0 < fork_drifts(other)[6] < 1e-3
+
+
+def test_more_ranks_than_gpus_are_refused_before_anything_is_written(
+    write_study, tmp_path, monkeypatch
+):
+    def edit(content):
+        content["base"]["train"].pop("accelerator")
+        content["arms"] = {"baseline": {}, "wide": {"parallel": {"data": 4}}}
+        content.pop("yardstick")
+
+    study = load_study(write_study(edit), None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(StudyError, match=r"at most 2 ranks here, one a GPU, got 4 in arm wide"):
+        check_study(plan_study(study, tmp_path))
