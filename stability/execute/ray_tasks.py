@@ -97,7 +97,8 @@ class RayTasks:
         known = _read(folder)
         keeper = known and _keeper(self._ray, known.keeper)
         if keeper:
-            if _look(self._ray, keeper):
+            # None: it can't be asked now, and may have tasks in training
+            if _look(self._ray, keeper) != {}:
                 return keeper, False
             self._ray.kill(keeper)  # what it had has ended, not all of it well
         name = f"{self._command.name}.{datetime.now():%Y%m%d-%H%M%S-%f}"

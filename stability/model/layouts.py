@@ -88,6 +88,11 @@ def check_layout(config: ArmConfig) -> None:
             f"parallel.tensor must be 1 where precision is emulated, got {tensor}: products that "
             "ranks share would not be rounded as they are on one"
         )
+    if parallel.ranks > 1 and config.probe.overhead_share:
+        raise ValueError(
+            f"probe.overhead must be 0 over {parallel.ranks} ranks, got {config.probe.overhead!r}: "
+            "each rank's clock would grant other layers"
+        )
     if parallel.ranks > 1 and model.dropout:
         raise ValueError(
             f"model.dropout must be 0 over {parallel.ranks} ranks, got {model.dropout}: what a "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-__all__ = ["ALONE", "Ranks", "is_lost_connection", "joined", "meeting_place"]
+__all__ = ["ALONE", "Ranks", "is_lost_connection", "joined", "meeting_place", "part"]
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others at one exchange: the first may write files meanwhile."""
@@ -75,7 +75,8 @@ def meeting_place(host: str, port: int = 0) -> Any:
 def joined(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """Meet the other ranks; inside, they can be told things.
 
-    Where an error leaves the context the group is left as it is: another rank may hang in it.
+    Nobody is waited for at the end: a rank that has failed leaves others in the middle of an
+    exchange, and its process must end for them to notice. `part` is how all leave together.
     """
     if ranks.count == 1:
         yield
@@ -90,11 +91,23 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[None]:
         device_id=torch.device("cuda", 0) if device.type == "cuda" else None,
     )
     yield
-    dist.barrier()
-    dist.destroy_process_group()
+
+
+def part(ranks: Ranks) -> None:
+    """Leave the group once all are here; to be called by each rank that has done its part."""
+    if ranks.count > 1:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def is_lost_connection(said: str) -> bool:
     """Whether an error's text says no more than that another rank is gone."""
-    words = ("by peer", "peer closed", "broken pipe", "gloo", "nccl", "store", "socket")
+    words = (
+        "by peer",
+        "broken pipe",
+        "third_party/gloo",
+        "gloo/transport",
+        "nccl error",
+        "tcpstore",
+    )
     return any(word in said.lower() for word in words)

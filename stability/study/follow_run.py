@@ -5,7 +5,7 @@ others, all do. Leaves out what the first rank writes.
 """
 
 from stability.model.layouts import whole_state
-from stability.model.ranks import Ranks, joined
+from stability.model.ranks import Ranks, joined, part
 from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
 from stability.records.identity import environment
@@ -46,3 +46,4 @@ def follow(run: Run, ranks: Ranks, *, checks_observer: bool) -> None:
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
         door.end(trainer)
         whole_state(parts.model)
+        part(ranks)

@@ -181,6 +181,15 @@ class LayoutStrategy(ParallelStrategy):
         if self.is_global_zero:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def teardown(self) -> None:
+        """End without Lightning's move of all to the CPU, where NCCL could gather no weight."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for the others."""
         dist.barrier()

@@ -37,13 +37,18 @@ class _Queue:
         busy |= {run.paths for _, run in self.waiting}
         return next((pair for pair in self.waiting if pair[1].baseline not in busy), None)
 
-    def free_slot(self) -> int:
-        """Return the lowest number from 0 that no process in training has; it selects the GPU.
-
-        Those of a run's ranks follow one another.
-        """
+    def free_slot(self, ranks: int) -> int:
+        """Return the lowest number from 0 from which `ranks` are free; they select the GPUs."""
         taken = {each.slot + rank for each in self.active for rank in range(_ranks(each.run))}
-        return min(set(range(len(taken) + 1)) - taken)
+        first = 0
+        while taken & set(range(first, first + ranks)):
+            first += 1
+        return first
+
+    def has_room(self, run: Run, jobs: int) -> bool:
+        """Whether `run` may start among so many processes; one that is wider alone may."""
+        used = sum(_ranks(each.run) for each in self.active)
+        return not self.active or used + _ranks(run) <= jobs
 
 
 def _ranks(run: Run) -> int:
@@ -87,13 +92,13 @@ def _start_ready(
     """Start runs until `jobs` are in training or none is ready; start none if the disk is full."""
     if queue.disk_full:
         queue.waiting.clear()
-    while len(queue.active) < jobs and (pair := queue.ready()) is not None:
+    while (pair := queue.ready()) is not None and queue.has_room(pair[1], jobs):
         queue.waiting.remove(pair)
         index, run = pair
         if needs_no_training(run, observer):
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
-        queue.active.append(RankProcesses.start(run, options, queue.free_slot()))
+        queue.active.append(RankProcesses.start(run, options, queue.free_slot(_ranks(run))))
 
 
 def _listen_to_all(queue: _Queue, observer: StudyObserver) -> None:

@@ -73,7 +73,12 @@ class RankProcesses:
                 os.kill(process.pid, signal.SIGINT)
 
     def join(self) -> None:
-        """Wait until all have ended."""
+        """Wait until all have ended; ranks that wait for one that is gone are killed."""
+        is_alone = len(self.members) == 1
+        end = time.monotonic() + GRACE
+        for _, process in self.members.values():
+            process.join(None if is_alone else max(0.0, end - time.monotonic()))
+        self.kill()
         for _, process in self.members.values():
             process.join()
 
@@ -144,7 +149,8 @@ def _put_on_record(run: Run, message: str) -> None:
     """Say in the manifest why a run over ranks has failed: its first rank may not know, or live."""
     with suppress(RunConflictError, OSError, ValueError), locked(run.paths):
         manifest = read_manifest(run.paths.manifest)
-        if manifest.state not in ENDED:
+        is_told = manifest.state == "failed" and not is_lost_connection(manifest.message)
+        if manifest.state not in ENDED and not is_told:
             write_manifest(run.paths.manifest, replace(manifest, state="failed", message=message))
 
 

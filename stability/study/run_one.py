@@ -17,6 +17,7 @@ from stability.records.run_lock import is_held
 from stability.study.processes import train_in_processes
 from stability.study.run import Run, has_ended, reopen
 from stability.study.run_study import check_study, plan_study, sealed_under
+from stability.study.storage import baselines_to_restore
 from stability.study.train_run import TrainOptions
 
 __all__ = ["run_one"]
@@ -51,12 +52,22 @@ def run_one(
             f"{'wait for it' if is_training else f'--only {BASELINE} --seed {seed} trains it'}"
         )
     _wait_for(run, observer)
+    _refuse_dropped(runs, run)
     damaged = check_study([run], isolated=True)
     run = replace(run, protocol=sealed_under(study, out, runs))
     for _, found in damaged:
         reopen(run, found, observer)
     train_in_processes([run], 1, options, observer)
     return run
+
+
+def _refuse_dropped(runs: list[Run], run: Run) -> None:
+    """ValueError if `run` has to train, and its baseline's snapshots were dropped."""
+    if not has_ended(run.paths) and baselines_to_restore(runs, {run.paths}):
+        raise ValueError(
+            f"run: the {BASELINE} of seed {run.seed} must have its snapshots, which keep dropped; "
+            "`stability run` without --only trains it anew first"
+        )
 
 
 def _find(study: StudyConfig, runs: list[Run], arm: str, seed: int) -> Run:

@@ -20,10 +20,12 @@ from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
+from stability.config.axes import touches
 from stability.config.convert import to_dict
 from stability.config.roles import order_of_role
 from stability.config.schema import BASELINE, ArmConfig
 from stability.config.study import StudyConfig
+from stability.records.assay import read_assay
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import (
@@ -208,7 +210,7 @@ def run_study(
     for run, found in damaged:
         reopen(run, found, observer)
     runs = [replace(run, protocol=sealed) for run in runs]
-    settle = partial(_settle, runs, study.keep, observer)
+    settle = partial(_settle_alone, runs, study.keep, observer)
     if elsewhere is not None:
         elsewhere(runs, observer)
     elif not isolated:
@@ -226,6 +228,10 @@ def _check_records(runs: list[Run]) -> list[tuple[Run, list[str]]]:
     found = [(run, check_existing(run, trains_here=False)) for run in runs]
     damaged = [(run, what) for run, what in found if what]
     sent_back = {run.paths for run, _ in damaged}
+    begun = {run.paths for run in runs if run.paths in sent_back or not has_ended(run.paths)}
+    restored = baselines_to_restore(runs, begun)
+    damaged += [(run, [restored[run.paths]]) for run in runs if run.paths in restored]
+    sent_back |= restored.keys()
     for run in runs:
         if run.baseline and has_ended(run.baseline) and not sent_back & {run.paths, run.baseline}:
             check_kept(run, baseline_is_kept=True)
@@ -263,7 +269,8 @@ def finish_study(
             measure=partial(call_alone, assay_run) if isolated else assay_run,
         )
         # the first seed's, which faults were planted on
-        drop_by_policy(folder, _of_seed(runs, study.seeds[0]), study.keep)
+        first = _of_seed(runs, study.seeds[0])
+        drop_by_policy(folder, first, study.keep, spared=_awaiting_assay(folder, first))
 
 
 @contextmanager
@@ -338,6 +345,24 @@ def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> N
     link_equal_files(its_runs)
     if seed != runs[0].seed:
         drop_by_policy(folder, its_runs, keep)
+
+
+def _awaiting_assay(folder: Path, runs: list[Run]) -> set[str]:
+    """Return the arms on whose weights faults are still to be planted, if anything goes on."""
+    changed = {run.arm.name for run in runs if touches(run.arm.diff, ("attention",))}
+    return {name for name in changed if not _is_assayed(folder, name)}
+
+
+def _is_assayed(folder: Path, arm: str) -> bool:
+    try:
+        return read_assay(folder, arm) is not None
+    except ValueError:  # damaged: it is made anew
+        return False
+
+
+def _settle_alone(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> None:
+    with _alone_with(runs[0].paths.root.parent.parent, observer):
+        _settle(runs, keep, observer, seed)
 
 
 def _of_seed(runs: list[Run], seed: int) -> list[Run]:

@@ -17,7 +17,7 @@ what was dropped is checked (`analysis.sketch_check`).
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from stability.config.axes import CHANGES_WEIGHTS, touches
@@ -27,6 +27,7 @@ from stability.records.distances import read_distances
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
 from stability.records.run_files import RunFiles
+from stability.records.sealed_json import file_checksum
 from stability.study.run import Run, has_ended, locked
 
 __all__ = [
@@ -54,7 +55,8 @@ def link_equal_files(runs: Sequence[Run]) -> int:
             if not name.startswith(("snapshots/", "sketches/")) or not path.is_file():
                 continue
             like = first.setdefault(checksum, path)
-            if not os.path.samefile(like, path):
+            # the one may have rotted: what is linked to is read, not believed
+            if not os.path.samefile(like, path) and file_checksum(like) == checksum:
                 linked += _link(like, path)
     return linked
 
@@ -71,10 +73,13 @@ def _link(like: Path, path: Path) -> bool:
     return True
 
 
-def drop_by_policy(study: Path, runs: Sequence[Run], keep: str) -> int:
+def drop_by_policy(
+    study: Path, runs: Sequence[Run], keep: str, *, spared: Collection[str] = ()
+) -> int:
     """Drop what `keep` does not keep of `runs`, all those of one seed; return how many files.
 
-    Nothing is dropped while a run has not ended, or a distance is not on record.
+    Nothing is dropped while a run has not ended, or a distance is not on record; nor of arms that
+    are `spared`, whose weights something else is to be measured of.
     """
     if keep == "all" or not all(has_ended(run.paths) for run in runs):
         return 0
@@ -83,6 +88,8 @@ def drop_by_policy(study: Path, runs: Sequence[Run], keep: str) -> int:
     larger = any(touches(run.arm.diff, CHANGES_WEIGHTS) for run in runs)
     dropped = 0
     for run in runs:
+        if run.arm.name in spared:
+            continue
         gone = list(_not_kept(run, keep, larger=larger))
         if gone:
             with locked(run.paths):

@@ -22,7 +22,7 @@ from stability.config.diff import hash_without
 from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.layouts import whole_state
-from stability.model.ranks import ALONE, Ranks, joined
+from stability.model.ranks import ALONE, Ranks, joined, part
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import WitnessError, Witnessing
 from stability.recorder.writer import Baseline, RunWriter, stopped
@@ -147,6 +147,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver, ranks: Rank
             door = _door(run, writer, parts, data, start, before_imports, ranks)
             _fit(run, files, parts, data, start, door, log, observer, ranks)
         writer.ended(hash_state(whole_state(parts.model)))
+        part(ranks)
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
         stopped(files, "interrupted")

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from stability.model.layouts import whole_state
-from stability.model.ranks import ALONE, Ranks, is_lost_connection, joined, meeting_place
+from stability.model.ranks import ALONE, Ranks, is_lost_connection, joined, meeting_place, part
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
@@ -47,7 +47,9 @@ def train_all(configs, ranks):
     """Return, by name, what each of `configs` has trained to over `ranks`."""
     device = resolve_device(next(iter(configs.values())))
     with joined(ranks, device) if ranks.count > 1 else nullcontext():
-        return {name: train_one(config, ranks) for name, config in configs.items()}
+        found = {name: train_one(config, ranks) for name, config in configs.items()}
+        part(ranks)
+    return found
 
 
 def train_one(config, ranks=ALONE):
