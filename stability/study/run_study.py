@@ -349,7 +349,13 @@ def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> N
 
 def _awaiting_assay(folder: Path, runs: list[Run]) -> set[str]:
     """Return the arms on whose weights faults are still to be planted, if anything goes on."""
-    changed = {run.arm.name for run in runs if touches(run.arm.diff, ("attention",))}
+    if not any(run.arm.role == "broken" for run in runs):
+        return set()  # then none is made
+    changed = {
+        run.arm.name
+        for run in runs
+        if run.arm.role == "candidate" and touches(run.arm.diff, ("attention",))
+    }
     return {name for name in changed if not _is_assayed(folder, name)}
 
 
