@@ -88,7 +88,7 @@ def test_what_follows_the_runs_is_measured_by_one_process(write_study, tmp_path,
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_that_are_trained_one_by_one_have_the_bits_of_the_whole_study(
     write_study, tmp_path, trained
 ):
