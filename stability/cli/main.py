@@ -12,6 +12,7 @@ import importlib
 import inspect
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Container, Sequence
@@ -160,7 +161,7 @@ def _try_verb(verb: str, words: list[str]) -> int:
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
-    _let_idle_threads_sleep()
+    _let_idle_threads_sleep(words)
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
     parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
@@ -178,16 +179,22 @@ def _run_verb(verb: str, words: list[str]) -> int:
     return command(**arguments, **further)
 
 
-def _let_idle_threads_sleep() -> None:
-    """Let OpenMP threads that wait sleep at once, here and in what is started from here.
+def _let_idle_threads_sleep(words: list[str]) -> None:
+    """Let OpenMP threads that wait sleep soon, or at once where several runs train (`--jobs`).
 
     Whatever they wait for, they compute the same. The variable is read when torch is loaded, so it
     is set before the verb's module is imported; one of the user's is left as it is.
     """
-    # Of two trainings at once on 2 cores an update takes 217 ms, and 603 ms with libgomp's own 3 ms
-    # of spinning, at 2.9 times the CPU (12 million weights, torch 2.13, benchmarks/waiting.py).
-    if not any(name in os.environ for name in WAITING):
+    if any(name in os.environ for name in WAITING):
+        return
+    jobs = re.search(r"--jobs[ =](\d+)", " ".join(words))
+    # An update of 12 million weights on 2 cores, with 3 ms of spinning, libgomp's own, with the
+    # 10,000 turns set here, and with none: of two trainings at once 603, 511, 217 ms; of one on a
+    # quiet machine 148, 141 and 194 ms (torch 2.13, benchmarks/waiting.py).
+    if jobs and int(jobs[1]) > 1:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    else:
+        os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Verbs start light: no heavy library is loaded by help, by a mistake, or to look at a study."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stability.cli.main import VERBS
+from stability.cli.main import VERBS, _let_idle_threads_sleep
+from stability.records.identity import WAITING
 from tests.sampling import one_in
 from tests.stability.report.synthetic import write_synthetic
 
@@ -192,7 +194,7 @@ def test_a_command_is_recorded_without_lightning_and_gets_the_variables_that_are
     assert (code, seen.exists()) == (1, True), error
     assert not modules & (HEAVY - {"torch"})
     found = {name for name in json.loads(seen.read_text()) if not name.startswith("STABILITY_")}
-    asked = {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "OMP_WAIT_POLICY"}
+    asked = {"CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED", "GOMP_SPINCOUNT"}
     assert found - {"LC_CTYPE"} == {"PYTHONPATH", "PATH", "HOME"} | asked
 
 
@@ -203,3 +205,29 @@ def test_what_handles_studies_of_commands_imports_no_lightning():
     asked = f"import json, sys, {rooms}; print(json.dumps([*sys.modules]))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=ROOT)
     assert "torch" in set(json.loads(done.stdout)) & HEAVY <= {"torch"}
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], {"GOMP_SPINCOUNT": "10000"}),
+        (["--jobs", "1"], {"GOMP_SPINCOUNT": "10000"}),
+        (["--jobs=4"], {"OMP_WAIT_POLICY": "PASSIVE"}),
+    ],
+)
+def test_idle_threads_sleep_at_once_where_several_runs_train(words, found, monkeypatch):
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    _let_idle_threads_sleep(words)
+    set_here = {name: os.environ[name] for name in WAITING if name in os.environ}
+    for name in set_here:
+        monkeypatch.delenv(name)
+    assert set_here == found
+
+
+def test_a_users_own_way_of_waiting_is_left_as_it_is(monkeypatch):
+    monkeypatch.setenv("KMP_BLOCKTIME", "0")
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    _let_idle_threads_sleep(["--jobs", "2"])
+    assert not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys()
