@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch.nn import functional
 from torch.nn.modules import module as modules
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -45,6 +46,12 @@ class Watched:
     @property
     def seen(self) -> set[tuple[str, str, str]]:
         return {(row[0], row[1], row[2]) for row in self.looks.rows}
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, where tests before these may have called torch.compile."""
+    monkeypatch.setattr(eval_frame, "cached_backends", {})
 
 
 @pytest.fixture
