@@ -222,6 +222,9 @@ def _read_saved(path: Path, chunk: DcpChunk) -> Any:
     """Return what torch.save wrote into a part of a file: tensors and plain values alone."""
     with open_plain(path) as file:
         part = io.BufferedReader(_FilePart(file, chunk.start, chunk.length))
+        # what else an archive may begin with, torch would read as its older format
+        if part.read(4) != b"PK\x03\x04":
+            raise ValueError("it is no archive of torch.save")
         # an archive's directory may claim what its bytes do not hold
         with zipfile.ZipFile(part) as archive:
             entries = archive.infolist()

@@ -154,15 +154,17 @@ def _tensor(name: str, entry: Record, stored: _Places) -> DcpTensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")
     shape = _sizes(entry, "size")
-    chunks = []
-    for chunk in _field(entry, "chunks", list):
+    chunks, listed = [], _field(entry, "chunks", list)
+    # an entry without a place is a whole tensor's
+    whole = stored.get((name, None)) if len(listed) == 1 else None
+    for chunk in listed:
         offsets, sizes = _sizes(chunk, "offsets"), _sizes(chunk, "sizes")
         if not len(offsets) == len(sizes) == len(shape):
             raise ValueError(f"{name} has {len(shape)} dimensions, a chunk of it {len(sizes)}")
         # what a rank has of a tensor that is smaller than the number of ranks
         if not math.prod(sizes):
             continue
-        place = stored.get((name, offsets)) or stored.get((name, None))
+        place = stored.get((name, offsets), whole)
         if place is None:
             raise ValueError(f"{name} has a chunk at {offsets} that is in no file")
         chunks.append(DcpChunk(offsets, sizes, *place))

@@ -45,6 +45,11 @@ _RECORDS = frozenset(
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 """The fields of `TensorProperties`, whose state is a tuple."""
 _MOST_SIZE = 2**62
+_MOST_PLACES = 64
+"""Of a size, and fields of a record: more than any has, and few enough to be copied each time that
+a pickle recalls them."""
+_MOST_LETTERS = 4096
+"""Of a path that is joined, as Linux takes it."""
 
 
 class _RefusedError(Exception):
@@ -241,6 +246,8 @@ def _build(stack: _Stack, argument: Any) -> None:
         state = dict(zip(_PROPERTIES, state, strict=True))
     if not isinstance(record, Record) or not isinstance(state, dict):
         raise _RefusedError(f"it gives {_said(record)} the state {_said(state)}")
+    if len(state) > _MOST_PLACES:
+        raise _RefusedError(f"it gives {_said(record)} {len(state)} fields")
     record.fields = {str(name): value for name, value in state.items()}
 
 
@@ -281,7 +288,9 @@ _ACTIONS: dict[str, Callable[[_Stack, Any], None]] = {
 
 
 def _size(values: Any = ()) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or not all(map(_is_size, values)):
+    if not isinstance(values, tuple | list) or len(values) > _MOST_PLACES:
+        raise _RefusedError
+    if not all(map(_is_size, values)):
         raise _RefusedError
     return tuple(values)
 
@@ -303,7 +312,9 @@ def _number(value: Any) -> int:
 
 
 def _path(*parts: Any) -> str:
-    return "/".join(map(_text, parts))
+    if sum(len(_text(part)) + 1 for part in parts) > _MOST_LETTERS:
+        raise _RefusedError
+    return "/".join(parts)
 
 
 def _no_items() -> dict[Any, Any]:

@@ -190,33 +190,6 @@ def test_a_nudge_that_moves_nothing_is_no_control(tmp_path):
     assert "no control differs from the baseline" in found.sentence
 
 
-@pytest.mark.parametrize(
-    ("again", "said"),
-    [
-        (candidate(), " Its own A/A, with again, is exactly 0."),
-        (
-            Part("candidate", "attention", off("again", chaos=1e-4)),
-            "with again, is not zero but up to 6.3e-04 of the weights: that is its floor, and the "
-            "baseline is nearer than that.",
-        ),
-        (
-            Part("candidate", "attention", off("candidate", chaos=0.0049)),
-            "of the weights: that is its floor, and the baseline is further than that.",
-        ),
-    ],
-    ids=["exact", "as far as the baseline", "nearer than the baseline"],
-)
-def test_an_arm_that_is_trained_twice_has_a_floor_of_its_own(tmp_path, again, said):
-    study = write_study(tmp_path, parts(candidate=candidate(), again=again, other=candidate(2.0)))
-    study = replace(
-        study, arms=tuple(replace(x, diff={}) if x.name == "other" else x for x in study.arms)
-    )
-    found = _of(study)
-    assert said in found.sentence
-    assert "own_distance" in found.figures
-    check_form(found)
-
-
 def test_a_rerun_that_differs_is_a_control_like_a_nudge(tmp_path):
     wild = Part("rerun", "none", off("rerun", chaos={1: 0.005, 10: 0.005, 15: 1.0, 20: 1.0}))
     study = write_study(tmp_path, parts(candidate=candidate(), rerun=wild))

@@ -265,3 +265,16 @@ def test_opcodes_in_any_order_give_one_kind_of_error_or_a_record():
         generator.shuffle(parts)
         with pytest.raises(ValueError, match=r"."):
             read_dcp_pickle(b"".join(parts))
+
+
+@pytest.mark.parametrize("large", ["a path", "a size", "fields"])
+def test_what_a_pickle_could_have_copied_again_and_again_is_bounded(large):
+    written = _metadata(TensorProperties())
+    if large == "a path":
+        written.storage_meta.checkpoint_id = PurePosixPath(*["a" * 1000] * 5)
+    elif large == "a size":
+        written.state_dict_metadata["w"].size = torch.Size([1] * 65)
+    else:
+        vars(written).update({f"field_{i}": i for i in range(65)})
+    with pytest.raises(ValueError, match="fields" if large == "fields" else "it calls"):
+        read_dcp_pickle(pickle.dumps(written))
