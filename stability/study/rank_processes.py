@@ -120,7 +120,8 @@ class RankProcesses:
         self._begin_to_end()
 
     def _begin_to_end(self) -> None:
-        if self._deadline is None:
+        # of one process nobody waits for another: it ends when it does
+        if self._deadline is None and self.run.config.parallel.ranks > 1:
             self._deadline = time.monotonic() + GRACE
 
     def _report(self, observer: StudyObserver) -> None:
