@@ -206,8 +206,8 @@ def test_an_arm_that_breaks_the_contract_while_it_runs_fails_and_the_others_go_o
 
     honest = train_run.load_data
 
-    def crooked(config):
-        data = honest(config)
+    def crooked(config, *ranks):
+        data = honest(config, *ranks)
         return data if config.precision != "bf16-mixed" or crooked.calls.pop(0) else _shifted(data)
 
     def _shifted(data):

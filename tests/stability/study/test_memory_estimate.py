@@ -189,7 +189,10 @@ def test_a_run_of_one_update_has_no_moments_in_its_backward():
 MEASURE = """
 import json, sys
 from pathlib import Path
+import torch
 from stability.config.load import load_study
+from stability.metrics.sharded_sums import norm_of
+from stability.metrics.weight_sketch import weight_sketch
 from stability.study.assemble import load_data
 from stability.study.memory_estimate import estimate_memory
 from stability.study.run_study import plan_study
@@ -202,6 +205,8 @@ def status(name):
 
 run = plan_study(load_study(Path(sys.argv[1])), Path(sys.argv[2]))[0]
 load_data(run.config)
+norm_of([torch.ones(8)])  # numba and what it compiles take as much in any run: no part of it
+weight_sketch({"w": torch.ones(8)})
 before = status("VmRSS:")
 train(run, TrainOptions(wandb_mode="disabled"), SilentObserver())
 grown = status("VmHWM:") - before
