@@ -15,8 +15,9 @@ from stability.analysis.drift_parents import is_kept
 from stability.analysis.study_distances import study_distances
 from stability.analysis.study_records import RecordedRun, RecordedStudy
 from stability.records.distances import DistanceMatrix
+from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.run_files import file_damage
+from stability.records.run_files import file_damage, predictions_of, snapshot_of
 from stability.records.snapshots import read_snapshot
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
             found.append(str(error))
             continue
         for what, matrices, file in (
-            ("weights", distances.weights, RunPaths.snapshot),
-            ("predictions", distances.predictions, RunPaths.predictions),
+            ("weights", distances.weights, snapshot_of),
+            ("predictions", distances.predictions, predictions_of),
         ):
             pairs = [
                 (step, *two) for step, x in matrices.items() for two in combinations(x.arms, 2)
@@ -63,17 +64,17 @@ def _wrong(
     seed: int,
     matrix: DistanceMatrix,
     pair: tuple[int, str, str],
-    file: Callable[[RunPaths, int], Path],
+    file: Callable[[RunPaths, Manifest, int], Path],
 ) -> str:
     step, *arms = pair
     runs = [arm.runs[seed] for name in arms if (arm := study.arm(name))]
-    files = [file(run.paths, step) for run in runs]
-    whole = all(
-        run.manifest and not file_damage(run.paths, run.manifest, path)
-        for run, path in zip(runs, files, strict=True)
+    listed = [(run.paths, run.manifest) for run in runs if run.manifest]
+    files = [file(*each, step) for each in listed]
+    whole = len(files) == len(runs) and not any(
+        file_damage(*each, path) for each, path in zip(listed, files, strict=True)
     )
     told = matrix.between(*arms)
-    is_mean = file is RunPaths.predictions
+    is_mean = file is predictions_of
     if told is not None and not is_mean and _was_dropped(runs, step):
         return _not_as_sketched(runs, step, told, arms)
     if not whole or told is None:

@@ -17,6 +17,7 @@ from stability.records.metric_columns import MetricColumns, Series
 from stability.records.metric_names import DRIFT_FROM, DRIFT_OF, DRIFTS
 from stability.records.paths import RunPaths
 from stability.records.remade_drifts import RemadeDrifts
+from stability.records.run_files import snapshot_of
 
 __all__ = [
     "CheckedDrifts",
@@ -60,13 +61,13 @@ def listed_snapshot(paths: RunPaths, manifest: Manifest | None, step: int) -> st
     """
     if manifest is None or step < 0:
         return ""
-    return str(manifest.all_files.get(paths.name_of(paths.snapshot(step)), ""))
+    return str(manifest.all_files.get(paths.name_of(snapshot_of(paths, manifest, step)), ""))
 
 
 def is_kept(paths: RunPaths, manifest: Manifest | None, step: int) -> bool:
     """Whether the run's snapshot is listed, and was not dropped."""
     return bool(listed_snapshot(paths, manifest, step)) and (
-        manifest is not None and paths.name_of(paths.snapshot(step)) in manifest.files
+        manifest is not None and paths.name_of(snapshot_of(paths, manifest, step)) in manifest.files
     )
 
 

@@ -14,7 +14,7 @@ Sources: Shoeybi et al., arXiv 1909.08053 (tensor parallelism); Korthikanti et a
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ __all__ = [
     "DIMENSIONS",
     "check_layout",
     "check_replicas",
+    "hash_whole",
     "lay_out",
     "load_whole",
     "reduce_gradients",
@@ -225,6 +226,30 @@ def whole(value: Any) -> Any:
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of `model` as one rank would have it; every rank must ask for it."""
     return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def hash_whole(model: nn.Module) -> str:
+    """Return the `hash_state` of the model as one rank would have it; every rank must ask for it.
+
+    What ranks share is gathered one tensor at a time.
+    """
+    return hash_state(_Gathered(model.state_dict()))
+
+
+class _Gathered(Mapping[str, Tensor]):
+    """A state of which each tensor is gathered when it is asked for, in the same order by all."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._state[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def check_replicas(model: nn.Module, ranks: Ranks, parallel: ParallelConfig, step: int) -> None:

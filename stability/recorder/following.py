@@ -1,22 +1,28 @@
 """What a rank that keeps no record has in place of a writer and a witness.
 
 It counts the updates and the losses that are not finite, as the writer does, so that all ranks stop
-at the same update. Leaves out the record, which is the first rank's (`writer`, `witnessing`).
+at the same update, and does its part where weights are recorded of which it holds a part. Leaves
+out the record, which is the first rank's (`writer`, `witnessing`).
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
+from stability.model.ranks import Ranks
+from stability.recorder.sharded_weights import is_sharded, record_weights
 from stability.records.manifest import PATIENCE
 
 __all__ = ["FollowingWitness", "FollowingWriter"]
 
 
 class FollowingWriter:
-    """Is told what a `RunWriter` is told, and writes nothing."""
+    """Is told what a `RunWriter` is told, and writes nothing but its part of sharded weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self.step = 0
         self._bad = self._since = 0
 
@@ -35,11 +41,16 @@ class FollowingWriter:
             self._since = step - 1
         self._bad += 1
 
-    def state(self, step: int, state: Any) -> None:
-        """Do nothing."""
+    def state(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """Do this rank's part of what the first one records; of weights that are whole, nothing."""
+        if is_sharded(state):
+            found = record_weights(state, self._ranks.told())
+            if found.write is not None:
+                found.write.wait()
 
-    def snapshot(self, step: int, state: Any) -> None:
-        """Do nothing."""
+    def snapshot(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """As `state`."""
+        self.state(step, state)
 
     def held_out(self, step: int, loss: float) -> None:
         """Do nothing."""

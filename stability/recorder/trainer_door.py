@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stability.callbacks.each_update import UpdateCallback
 from stability.config.parallel import ParallelConfig
 from stability.model.held_out import log_probabilities, mean_loss
-from stability.model.layouts import check_replicas, whole_state
+from stability.model.layouts import check_replicas
 from stability.model.ranks import ALONE, Ranks
 from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.inside.batch_hash import hash_samples
@@ -153,7 +153,7 @@ class TrainerDoor(UpdateCallback):
     def _record_weights(self, trainer: Trainer, step: int, *, is_logged: bool) -> None:
         if self._ranks.count > 1:
             check_replicas(self._model, self._ranks, self._parallel, step)
-        state = whole_state(self._model)
+        state = self._model.state_dict()
         if is_logged:
             self.writer.snapshot(step, state)
         else:

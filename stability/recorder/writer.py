@@ -33,15 +33,17 @@ from stability.records.metric_names import (
 )
 from stability.records.paths import RunPaths, prediction_steps, sketch_steps, snapshot_steps
 from stability.records.record_hash import record_hash
-from stability.records.run_files import RunFiles, read_summed_snapshot
+from stability.records.run_files import RunFiles, read_summed_snapshot, summed_snapshot
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
-from stability.records.snapshots import write_snapshot
+from stability.records.snapshots import check_same_weights, write_snapshot
 from stability.records.weight_sketches import StoredSketch, write_weight_sketch
 from stability.records.witness import Witness, write_witness
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from stability.model.ranks import Ranks
 
 __all__ = [
     "LOG_PROBABILITIES",
@@ -81,6 +83,7 @@ class RunWriter:
         *,
         log_every: int = 1,
         baseline: Baseline | None = None,
+        ranks: "Ranks | None" = None,
     ) -> None:
         self.step = 0
         """How many updates, of those that the record tells of, were made."""
@@ -90,6 +93,7 @@ class RunWriter:
         self.log = log
         self._log_every = log_every
         self._baseline = baseline
+        self._ranks = ranks
         self._bad = self._since = 0
         """How many losses in a row are not finite, and the first one's step."""
 
@@ -107,7 +111,7 @@ class RunWriter:
         """Cut off what an earlier try has left of the log, snapshots, predictions and sketches."""
         self.log.truncate_to(0)
         paths = self._files.paths
-        found = [paths.snapshot(step) for step in snapshot_steps(paths)]
+        found = [paths.held_snapshot(step) for step in snapshot_steps(paths)]
         found += [paths.predictions(step) for step in prediction_steps(paths)]
         found += [paths.sketch(step) for step in sketch_steps(paths)]
         for path in found:
@@ -145,15 +149,23 @@ class RunWriter:
 
         ValueError if the baseline has weights of other names or shapes, or not those it lists.
         """
+        is_due = self._baseline is not None and step in self._baseline.steps
+        baseline = self._baseline if is_due else None
+        if _is_sharded(state):
+            self._record_sharded(step, state, baseline, is_logged=False)
+            return
         self.snapshot(step, state)
         self.step = max(self.step, step)
         self._log_weights(step, state)
-        if self._baseline is not None and step in self._baseline.steps:
-            self._baseline.check(step)
-            self._log_drift(step, state, self._baseline)
+        if baseline is not None:
+            baseline.check(step)
+            self._log_whole_drift(step, state, baseline)
 
     def snapshot(self, step: int, state: "Mapping[str, Tensor]") -> None:
         """Write the weights after `step` updates, of which the log may tell already, and sketch."""
+        if _is_sharded(state):
+            self._record_sharded(step, state, None, is_logged=True)
+            return
         self._write(self._files.paths.snapshot(step), state)
         path = self._files.paths.sketch(step)
         if path not in self._files:
@@ -221,6 +233,41 @@ class RunWriter:
             write_snapshot(path, tensors)
             self._files.add(path)
 
+    def _record_sharded(
+        self,
+        step: int,
+        state: "Mapping[str, Tensor]",
+        baseline: Baseline | None,
+        *,
+        is_logged: bool,
+    ) -> None:
+        """Record weights of which each rank has a part: what is due is told to all of them."""
+        from stability.recorder.sharded_weights import Due, record_weights  # heavy: torch
+
+        paths, origin, origin_sum = self._files.paths, None, ""
+        if baseline is not None:
+            baseline.check(step)
+            origin, origin_sum = summed_snapshot(baseline.paths, step)
+        folder, sketch = paths.sharded_snapshot(step), paths.sketch(step)
+        due = Due(
+            snapshot=None if folder in self._files else folder,
+            sketch=sketch not in self._files,
+            counts=not is_logged,
+            baseline=origin,
+            of_both=baseline is not None and baseline.has_other_weights,
+        )
+        found = record_weights(state, self._ranks.told(due) if self._ranks else due)
+        if found.write is not None:
+            self._files.add(found.write.wait())
+        if found.sketch is not None:
+            write_weight_sketch(sketch, found.sketch)
+            self._files.add(sketch)
+        if found.counts is not None:
+            self.step = max(self.step, step)
+            self._log_counts(step, *found.counts)
+        if found.drift is not None:
+            self._log_drift(step, found.drift, folder, origin_sum)
+
     def _log_weights(self, step: int, state: "Mapping[str, Tensor]") -> None:
         from stability.metrics.instability import count_nonfinite  # heavy: torch
         from stability.metrics.weight_counts import weight_counts
@@ -228,23 +275,32 @@ class RunWriter:
         weights = [weight for weight in state.values() if weight.is_floating_point()]
         # the histogram has no bin for NaN, and one for infinity and all large numbers
         nonfinite = float(count_nonfinite(weights)) if weights else 0.0
-        counts = {WEIGHT_HISTOGRAM: weight_counts(weights)}
-        self.log.append(step, {NONFINITE_WEIGHTS: nonfinite}, counts)
+        self._log_counts(step, nonfinite, weight_counts(weights))
 
-    def _log_drift(self, step: int, state: "Mapping[str, Tensor]", baseline: Baseline) -> None:
+    def _log_counts(self, step: int, nonfinite: float, counts: list[int]) -> None:
+        self.log.append(step, {NONFINITE_WEIGHTS: nonfinite}, {WEIGHT_HISTOGRAM: counts})
+
+    def _log_whole_drift(
+        self, step: int, state: "Mapping[str, Tensor]", baseline: Baseline
+    ) -> None:
         from stability.metrics.drift import drift, weights_of_both  # heavy: torch
 
         own = {name: value.detach().cpu() for name, value in state.items()}
         other, other_sum = read_summed_snapshot(baseline.paths, step)
         if baseline.has_other_weights:
             own, other = weights_of_both(own, other)
-        _check_same_weights(own, other)
+        check_same_weights(_shapes(own), _shapes(other))
+        self._log_drift(step, drift(own, other), self._files.paths.snapshot(step), other_sum)
+
+    def _log_drift(
+        self, step: int, found: Mapping[str, Mapping[str, float]], snapshot: Path, other_sum: str
+    ) -> None:
         metrics = {
             drift_name(parameter, metric): value
-            for parameter, values in drift(own, other).items()
+            for parameter, values in found.items()
             for metric, value in values.items()
         }
-        own_sum = self._files.checksum(self._files.paths.snapshot(step))
+        own_sum = self._files.checksum(snapshot)
         self.log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
 
 
@@ -296,13 +352,10 @@ def _chained(digest: str | None, batch: str) -> str | None:
     return hashlib.sha256(f"{digest}{batch}".encode()).hexdigest()
 
 
-def _check_same_weights(state: "Mapping[str, Tensor]", other: "Mapping[str, Tensor]") -> None:
-    for name in sorted({*state, *other}):
-        if name not in state or name not in other:
-            where = "the baseline" if name in state else "this run"
-            raise ValueError(f"weights must be those of the baseline, {where} has no {name}")
-        if state[name].shape != other[name].shape:
-            raise ValueError(
-                f"{name} must have the baseline's shape {tuple(other[name].shape)}, has "
-                f"{tuple(state[name].shape)}"
-            )
+def _shapes(state: "Mapping[str, Tensor]") -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items()}
+
+
+def _is_sharded(state: "Mapping[str, Tensor]") -> bool:
+    # by their class's name: most processes never load DTensor
+    return any(type(value).__name__ == "DTensor" for value in state.values())

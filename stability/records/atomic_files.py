@@ -22,6 +22,7 @@ __all__ = [
     "make_folders",
     "naming",
     "remove",
+    "remove_any",
     "remove_tree",
     "temporary_name",
     "write_text",
@@ -128,6 +129,14 @@ def remove(path: Path) -> None:
     """Delete a file if it is there; OSError, which names it, if the system refuses."""
     with naming(path), contextlib.suppress(FileNotFoundError):
         file_operations.unlink(path)
+
+
+def remove_any(path: Path) -> None:
+    """Delete what is there, a file or a folder with the files in it."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        remove(path)
 
 
 def remove_tree(path: Path) -> None:

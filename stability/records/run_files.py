@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stability.records.atomic_files import remove, remove_tree
+from stability.records.atomic_files import remove_any
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths
@@ -32,9 +32,12 @@ __all__ = [
     "log_damage",
     "misplacement",
     "missing_file",
+    "predictions_of",
     "read_run_file",
     "read_run_snapshot",
     "read_summed_snapshot",
+    "snapshot_of",
+    "summed_snapshot",
 ]
 
 
@@ -91,10 +94,7 @@ class RunFiles:
         """List `path` no more, then delete it."""
         gone = self.paths.name_of(path)
         self.update(files={x: sum for x, sum in self.manifest.files.items() if x != gone})
-        if path.is_dir():
-            remove_tree(path)
-        else:
-            remove(path)
+        remove_any(path)
 
     def drop(self, paths: Iterable[Path]) -> None:
         """Delete files that were needed, and keep their checksums on record.
@@ -109,7 +109,7 @@ class RunFiles:
         if dropped != self.manifest.dropped:
             self.update(files=files, dropped=dropped)
         for path in gone:
-            remove(path)
+            remove_any(path)
 
     def checksum(self, path: Path) -> str:
         """Return the SHA-256 of `path` as it was listed."""
@@ -203,11 +203,36 @@ def read_summed_snapshot(paths: RunPaths, step: int) -> "tuple[dict[str, Tensor]
 
     ValueError, naming the file, if it is missing, or not the one that the manifest lists.
     """
-    path, manifest = paths.held_snapshot(step), read_manifest(paths.manifest)
+    path, checksum = summed_snapshot(paths, step)
+    return read_snapshot(path), checksum
+
+
+def summed_snapshot(paths: RunPaths, step: int) -> tuple[Path, str]:
+    """Return the run's snapshot of a step, once it is known to be whole, and its SHA-256.
+
+    ValueError, naming the file, if it is missing, or not the one that the manifest lists.
+    """
+    manifest = read_manifest(paths.manifest)
+    path = snapshot_of(paths, manifest, step)
     wrong = file_damage(paths, manifest, path)
     if wrong:
         raise ValueError(f"{path}: {wrong}")
-    return read_snapshot(path), manifest.files[paths.name_of(path)]
+    return path, manifest.files[paths.name_of(path)]
+
+
+def snapshot_of(paths: RunPaths, manifest: Manifest, step: int) -> Path:
+    """Return the file or the folder that a run's manifest lists as its snapshot, kept or dropped.
+
+    The file's name if it lists neither.
+    """
+    sharded = paths.sharded_snapshot(step)
+    is_sharded = paths.name_of(sharded) in manifest.all_files
+    return sharded if is_sharded else paths.snapshot(step)
+
+
+def predictions_of(paths: RunPaths, manifest: Manifest, step: int) -> Path:
+    """Return the file of a run's predictions: the counterpart of `snapshot_of`."""
+    return paths.predictions(step)
 
 
 def read_run_file(paths: RunPaths, path: Path) -> Path:

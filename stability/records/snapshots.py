@@ -15,7 +15,7 @@ from stability.records.plain_files import check_plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["hash_state", "read_snapshot", "write_snapshot"]
+__all__ = ["check_same_weights", "hash_state", "read_snapshot", "write_snapshot"]
 
 
 def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
@@ -45,6 +45,20 @@ def read_snapshot(path: Path) -> "dict[str, Tensor]":
         return safetensors.torch.load_file(check_plain(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
+
+
+def check_same_weights(
+    shapes: Mapping[str, tuple[int, ...]], baseline: Mapping[str, tuple[int, ...]]
+) -> None:
+    """ValueError, naming the first that differs, unless both have the same names and shapes."""
+    for name in sorted({*shapes, *baseline}):
+        if name not in shapes or name not in baseline:
+            where = "the baseline" if name in shapes else "this run"
+            raise ValueError(f"weights must be those of the baseline, {where} has no {name}")
+        if shapes[name] != baseline[name]:
+            raise ValueError(
+                f"{name} must have the baseline's shape {baseline[name]}, has {shapes[name]}"
+            )
 
 
 def hash_state(state: "Mapping[str, Tensor]") -> str:

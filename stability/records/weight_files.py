@@ -32,6 +32,7 @@ __all__ = [
     "TorchFile",
     "Weights",
     "load_torch_file",
+    "open_snapshot",
     "open_weights",
     "tied_names",
 ]
@@ -325,8 +326,16 @@ def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
             f"{run.root}: must have a snapshot of step {step}; nearest: {', '.join(map(str, near))}"
         )
     path = read_run_file(run, run.held_snapshot(step))
+    return open_snapshot(path, f"{run.root}, step {step}")
+
+
+def open_snapshot(path: Path, label: str = "") -> Weights:
+    """Return the weights of a run's snapshot, a file or a folder; no checksum is looked at.
+
+    ValueError, naming the file, if it is missing or damaged.
+    """
     source = _ShardedSnapshot(path, everything=True) if path.is_dir() else _Snapshot([path])
-    return Weights(f"{run.root}, step {step}", source)
+    return Weights(label or str(path), source)
 
 
 def _open_folder(folder: Path) -> Weights:

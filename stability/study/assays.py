@@ -23,7 +23,7 @@ from stability.records.assay import (
 )
 from stability.records.manifest import ENDED, read_manifest
 from stability.records.paths import RunPaths
-from stability.records.run_files import RunFiles
+from stability.records.run_files import RunFiles, snapshot_of
 from stability.records.sealed_json import file_checksum
 
 __all__ = ["Assayed", "parents_of", "steps_of", "update"]
@@ -100,8 +100,9 @@ def steps_of(paths: RunPaths) -> list[int]:
 
 def parents_of(paths: RunPaths) -> dict[str, str]:
     """Return the SHA-256 of these snapshots by name, as the run's manifest lists them."""
-    files = read_manifest(paths.manifest).all_files
-    names = [paths.name_of(paths.snapshot(step)) for step in steps_of(paths)]
+    manifest = read_manifest(paths.manifest)
+    files = manifest.all_files
+    names = [paths.name_of(snapshot_of(paths, manifest, step)) for step in steps_of(paths)]
     return {name: files[name] for name in names if name in files}
 
 

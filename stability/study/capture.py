@@ -62,7 +62,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     except RuntimeError as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{paths.snapshot(step)}: must fit the manifest's model: {said}"
+            f"{paths.held_snapshot(step)}: must fit the manifest's model: {said}"
         ) from error
     with torch.no_grad():
         model(_first_batch(paths, config)[:, :-1])
@@ -80,8 +80,8 @@ def _check_size(
     found, expected = sum(x.numel() for x in weights.values()), parameter_count(model)
     if found != expected:
         raise ValueError(
-            f"{paths.snapshot(step)}: must hold the {expected} weights of the manifest's model, "
-            f"holds {found}"
+            f"{paths.held_snapshot(step)}: must hold the {expected} weights of the manifest's "
+            f"model, holds {found}"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from stability.records.atomic_files import remove, write_whole
+from stability.records.atomic_files import remove_any, write_whole
 from stability.records.manifest import Manifest
 from stability.records.metric_log import difference_from, read_start
 from stability.records.metric_names import DRIFTS
@@ -86,7 +86,7 @@ def resume_from(
     said = [f"{name} {what}" for name, what in wrong.items()]
     whole = manifest.files.keys() - wrong.keys()
     steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
-    lost = [_step_of(name) for name in wrong if name.endswith(".safetensors")]
+    lost = [_step_of(name) for name in wrong if name.endswith((".safetensors", ".dcp"))]
     # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
     while usable and (wrong_with := _fault(paths, usable[-1])):
@@ -111,14 +111,14 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
     They are damaged, or later than the step that the run resumes from, or were never listed, or a
     kill left them half written. The run writes them again, with the same bits.
     """
-    found = [paths.snapshot(step) for step in snapshot_steps(paths)]
+    found = [paths.held_snapshot(step) for step in snapshot_steps(paths)]
     found += [paths.predictions(step) for step in prediction_steps(paths)]
     found += [paths.sketch(step) for step in sketch_steps(paths)]
     found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
     found += paths.root.rglob(".*.tmp")
     for path in found:
         if paths.name_of(path) not in files:
-            remove(path)
+            remove_any(path)
 
 
 def _is_of_a_step(name: str) -> bool:

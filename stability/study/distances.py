@@ -10,12 +10,9 @@ another one; where a snapshot was dropped since, by sketch. Leaves out the arith
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -30,10 +27,13 @@ from stability.records.distances import (
 )
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.paths import RunPaths
-from stability.records.plain_files import check_plain
-from stability.records.run_files import file_damage
+from stability.records.run_files import file_damage, predictions_of, snapshot_of
+from stability.records.weight_files import Weights, open_snapshot
 
 __all__ = ["update_distances"]
+
+FileOf = Callable[[RunPaths, Manifest, int], Path]
+"""Which file of a run is meant at a step."""
 
 _SLICE = 2**20
 """Values of one arm that are in memory at a time: 4 MB in FP32, with 20 arms 80 MB."""
@@ -58,8 +58,8 @@ def update_distances(
     }
     found = SeedDistances(
         seed=seed,
-        weights=_update(begun, RunPaths.snapshot, known.weights, note, root_mean=False),
-        predictions=_update(begun, RunPaths.predictions, known.predictions, note, root_mean=True),
+        weights=_update(begun, snapshot_of, known.weights, note, root_mean=False),
+        predictions=_update(begun, predictions_of, known.predictions, note, root_mean=True),
     )
     if found != known:
         write_distances(study, found)
@@ -68,7 +68,7 @@ def update_distances(
 
 def _update(
     runs: Mapping[str, tuple[RunPaths, Manifest]],
-    file: Callable[[RunPaths, int], Path],
+    file: FileOf,
     known: Mapping[int, DistanceMatrix],
     note: Callable[[str, str], None],
     *,
@@ -84,19 +84,20 @@ def _update(
         whole = {}
         for arm in parents:
             paths, manifest = runs[arm]
-            if paths.name_of(file(paths, step)) in manifest.dropped:
+            path = file(paths, manifest, step)
+            if paths.name_of(path) in manifest.dropped:
                 continue
-            wrong = file_damage(paths, manifest, file(paths, step))
+            wrong = file_damage(paths, manifest, path)
             if wrong:
-                note(arm, f"{file(paths, step)}: {wrong}")
+                note(arm, f"{path}: {wrong}")
             else:
-                whole[arm] = file(paths, step)
+                whole[arm] = path
         larger = {arm for arm in whole if touches(runs[arm][1].diff, CHANGES_WEIGHTS)}
         kept = _alike(whole, larger, note)
         if len(kept) > 1:
             found[step] = _measure(kept, {arm: parents[arm] for arm in kept}, root_mean=root_mean)
         dropped = [arm for arm in parents if arm not in whole and _is_dropped(*runs[arm], step)]
-        if dropped and file == RunPaths.snapshot:
+        if dropped and file == snapshot_of:
             there = [arm for arm in parents if arm in kept or arm in dropped]
             exact = [matrix for matrix in (found.get(step), before) if matrix]
             joined = _joined(runs, step, {arm: parents[arm] for arm in there}, exact, note)
@@ -105,7 +106,7 @@ def _update(
 
 
 def _is_dropped(paths: RunPaths, manifest: Manifest, step: int) -> bool:
-    return paths.name_of(paths.snapshot(step)) in manifest.dropped
+    return paths.name_of(snapshot_of(paths, manifest, step)) in manifest.dropped
 
 
 def _joined(
@@ -157,12 +158,12 @@ def _exact_distance(
 
 
 def _parents(
-    runs: Mapping[str, tuple[RunPaths, Manifest]], file: Callable[[RunPaths, int], Path]
+    runs: Mapping[str, tuple[RunPaths, Manifest]], file: FileOf
 ) -> dict[int, dict[str, str]]:
     """Return by step the checksum of each arm's file, where at least two arms list one."""
     by_step: dict[int, dict[str, str]] = {}
     for arm, (paths, manifest) in runs.items():
-        folder = paths.name_of(file(paths, 0).parent)
+        folder = paths.name_of(file(paths, manifest, 0).parent)
         for name, checksum in manifest.all_files.items():
             if name.startswith(f"{folder}/step-"):
                 step = int(Path(name).stem.removeprefix("step-"))
@@ -178,10 +179,9 @@ def _alike(
     The first is none of these, if there is another.
     """
     kept: dict[str, Path] = {}
-    expected: dict[str, list[int]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for arm, path in sorted(files.items(), key=lambda item: item[0] in larger):
-        with safetensors.safe_open(check_plain(path), "pt") as opened:
-            shapes = _shapes(opened)
+        shapes = _shapes(open_snapshot(path))
         expected = expected or shapes
         if shapes == expected or (arm in larger and expected.items() <= shapes.items()):
             kept[arm] = path
@@ -190,11 +190,10 @@ def _alike(
     return kept
 
 
-def _shapes(opened: Any) -> dict[str, list[int]]:
+def _shapes(opened: Weights) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a file's floating-point tensors; counters and masks are no weights."""
-    parts = {name: opened.get_slice(name) for name in sorted(opened.keys())}
-    kinds = ("F", "BF")  # of safetensors' names: F32, F64, BF16; BOOL and I64 are left out
-    return {name: x.get_shape() for name, x in parts.items() if x.get_dtype().startswith(kinds)}
+    kinds = opened.dtypes
+    return {name: opened.shapes[name] for name in sorted(opened) if kinds[name].is_floating_point}
 
 
 def _measure(
@@ -203,11 +202,9 @@ def _measure(
     # one file for all arms with the same bits
     distinct = {parents[arm]: path for arm, path in files.items()}
     order = {checksum: i for i, checksum in enumerate(distinct)}
-    with ExitStack() as stack:
-        paths = map(check_plain, distinct.values())
-        opened = [stack.enter_context(safetensors.safe_open(path, "pt")) for path in paths]
-        norms, matrix = pairwise_l2(_parts(opened), len(opened))
-        values = sum(math.prod(shape) for shape in _shapes(opened[0]).values())
+    opened = [open_snapshot(path) for path in distinct.values()]
+    norms, matrix = pairwise_l2(_parts(opened), len(opened))
+    values = sum(math.prod(shape) for shape in _shapes(opened[0]).values())
     scale = math.sqrt(max(1, values)) if root_mean else 1.0
     places = {arm: order[checksum] for arm, checksum in parents.items()}
     rows = (matrix / scale).tolist()
@@ -218,15 +215,17 @@ def _measure(
     )
 
 
-def _parts(opened: list[Any]) -> Iterator[Tensor]:
+def _parts(opened: list[Weights]) -> Iterator[Tensor]:
     """Yield the values of all files in one order, `(files, values)` at a time."""
     for name, shape in _shapes(opened[0]).items():
         if not shape:
-            yield torch.stack([file.get_tensor(name).view(1).double() for file in opened])
+            yield torch.stack([file[name].view(1).double() for file in opened])
             continue
         rows = max(1, _SLICE // max(1, math.prod(shape[1:])))
         for start in range(0, shape[0], rows):
-            parts = [file.get_slice(name)[start : start + rows].flatten() for file in opened]
+            begin = start, *(0 for _ in shape[1:])
+            sizes = min(rows, shape[0] - start), *shape[1:]
+            parts = [file.part(name, begin, sizes).flatten() for file in opened]
             # an arm in FP64 beside arms in FP32: all as wide as the widest
             wide = len({part.dtype for part in parts}) > 1
             yield torch.stack([part.double() for part in parts] if wide else parts)

@@ -4,7 +4,7 @@ Every step here has its counterpart in `train_run`, in the same order: where one
 others, all do. Leaves out what the first rank writes.
 """
 
-from stability.model.layouts import whole_state
+from stability.model.layouts import hash_whole
 from stability.model.ranks import Ranks, joined, part
 from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
@@ -30,7 +30,7 @@ def follow(run: Run, ranks: Ranks, *, checks_observer: bool) -> None:
         if checks_observer:
             check_observer(run.config, ranks=ranks)
         door = TrainerDoor(
-            FollowingWriter(),
+            FollowingWriter(ranks),
             parts.model,
             snapshot_steps_of(run),
             FollowingWitness(),
@@ -45,5 +45,5 @@ def follow(run: Run, ranks: Ranks, *, checks_observer: bool) -> None:
         trainer = make_trainer(run.config, files, [], callbacks, run.last_step, ranks)
         fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
         door.end(trainer)
-        whole_state(parts.model)
+        hash_whole(parts.model)
         part(ranks)

@@ -101,7 +101,7 @@ def _planted(
     updates = min(SHARE_LOOKS, manifest.step)
     planting = {
         "instrument": _PLANTING,
-        "snapshots": [str(run.paths.snapshot(step).resolve()) for step in steps],
+        "snapshots": [str(run.paths.held_snapshot(step).resolve()) for step in steps],
         "policy": to_dict(policy),
     }
     asked = replace(

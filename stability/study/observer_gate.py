@@ -12,14 +12,14 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from stability.config.schema import ArmConfig, ProbeConfig, WatchConfig
-from stability.model.layouts import whole_state
+from stability.model.layouts import hash_whole
 from stability.model.ranks import ALONE, Ranks
+from stability.recorder.following import FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
-from stability.records.snapshots import hash_state
 from stability.study.assemble import assemble, fit, load_data, make_trainer
 from stability.tracking.loggers import RecordsLogger
 
@@ -94,7 +94,7 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> str:
         if config.watch.every:
             unproven = "torch.compile" if config.train.compile else ""
             door = TrainerDoor(
-                RunWriter(files, log),
+                RunWriter(files, log, ranks=ranks) if ranks.is_first else FollowingWriter(ranks),
                 parts.model,
                 range(steps + 1),
                 Witnessing(parts.model, steps, before={}, unproven=unproven),
@@ -109,4 +109,4 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> str:
             fit(trainer, parts, data)
         finally:
             log.close()
-    return hash_state(whole_state(parts.model))
+    return hash_whole(parts.model)

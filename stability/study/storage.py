@@ -20,14 +20,14 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from stability.analysis.drift_parents import listed_snapshot
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import remove, temporary_name
 from stability.records.distances import read_distances
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, snapshot_steps
-from stability.records.run_files import RunFiles
-from stability.records.sealed_json import file_checksum
+from stability.records.run_files import RunFiles, content_checksum
 from stability.study.run import Run, has_ended, locked
 
 __all__ = [
@@ -52,13 +52,22 @@ def link_equal_files(runs: Sequence[Run]) -> int:
             continue
         for name, checksum in read_manifest(run.paths.manifest).files.items():
             path = run.paths.root / name
-            if not name.startswith(("snapshots/", "sketches/")) or not path.is_file():
+            if not name.startswith(("snapshots/", "sketches/")) or not path.exists():
                 continue
             like = first.setdefault(checksum, path)
+            pairs = [two for two in _files_of(like, path) if not os.path.samefile(*two)]
             # the one may have rotted: what is linked to is read, not believed
-            if not os.path.samefile(like, path) and file_checksum(like) == checksum:
-                linked += _link(like, path)
+            if pairs and content_checksum(like) == checksum:
+                linked += sum(_link(*two) for two in pairs)
     return linked
+
+
+def _files_of(like: Path, path: Path) -> list[tuple[Path, Path]]:
+    """Return both files, or those of two folders of one content, of which each lists its files."""
+    if not path.is_dir():
+        return [(like, path)]
+    names = sorted(file.name for file in path.iterdir())
+    return [(like / name, path / name) for name in names if (like / name).is_file()]
 
 
 def _link(like: Path, path: Path) -> bool:
@@ -104,7 +113,7 @@ def _not_kept(run: Run, keep: str, *, larger: bool) -> Iterable[Path]:
     steps = snapshot_steps(paths)
     for step in steps:
         if not keeps_snapshot(run, keep, is_last=step == steps[-1], step=step, larger=larger):
-            yield paths.snapshot(step)
+            yield paths.held_snapshot(step)
 
 
 def keeps_snapshot(run: Run, keep: str, *, step: int, is_last: bool, larger: bool) -> bool:
@@ -140,9 +149,7 @@ def _has_distances(study: Path, runs: Sequence[Run]) -> bool:
         there = [run for run in runs if step in snapshot_steps(run.paths)]
         matrix = known.weights.get(step)
         listed = {
-            run.arm.name: read_manifest(run.paths.manifest).all_files.get(
-                run.paths.name_of(run.paths.snapshot(step))
-            )
+            run.arm.name: listed_snapshot(run.paths, read_manifest(run.paths.manifest), step)
             for run in there
         }
         if len(there) > 1 and (

@@ -21,7 +21,7 @@ from stability.config.convert import to_dict
 from stability.config.diff import hash_without
 from stability.config.schema import BASELINE, ArmConfig
 from stability.data.datamodule import TextDataModule
-from stability.model.layouts import whole_state
+from stability.model.layouts import hash_whole
 from stability.model.ranks import ALONE, Ranks, joined, part
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import WitnessError, Witnessing
@@ -36,7 +36,6 @@ from stability.records.numeric_switches import numeric_switches
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import RunFiles
 from stability.records.run_lease import LeaseLostError
-from stability.records.snapshots import hash_state
 from stability.records.stale_bytecode import refuse_stale_bytecode
 from stability.records.witness import Label, Witness
 from stability.study.assemble import (
@@ -143,10 +142,10 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver, ranks: Rank
         if options.check_observer:
             files.update(observer=_pass_observer_gate(config, ranks))
         with _logged(run, options.wandb_mode, observer) as log:
-            writer = _writer(run, files, log)
+            writer = _writer(run, files, log, ranks)
             door = _door(run, writer, parts, data, start, before_imports, ranks)
             _fit(run, files, parts, data, start, door, log, observer, ranks)
-        writer.ended(hash_state(whole_state(parts.model)))
+        writer.ended(hash_whole(parts.model))
         part(ranks)
     except (KeyboardInterrupt, SystemExit):
         # Lightning turns Ctrl-C into SystemExit
@@ -342,7 +341,7 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
         return None
 
 
-def _writer(run: Run, files: RunFiles, log: MetricLog) -> RunWriter:
+def _writer(run: Run, files: RunFiles, log: MetricLog, ranks: Ranks) -> RunWriter:
     train, baseline = run.config.train, None
     if run.baseline is not None:
         baseline = Baseline(
@@ -351,7 +350,7 @@ def _writer(run: Run, files: RunFiles, log: MetricLog) -> RunWriter:
             check=_batch_check(run, run.baseline),
             has_other_weights=touches(run.arm.diff, CHANGES_WEIGHTS),
         )
-    return RunWriter(files, log, log_every=train.log_every, baseline=baseline)
+    return RunWriter(files, log, log_every=train.log_every, baseline=baseline, ranks=ranks)
 
 
 def _door(

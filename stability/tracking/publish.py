@@ -211,6 +211,8 @@ def _send_snapshots(run: "wandb.Run", study: str, paths: RunPaths) -> None:
     name = study[: _NAME_LENGTH - len(suffix)] + suffix
     for step in snapshot_steps(paths):
         artifact = wandb.Artifact(name, type="model", metadata={"step": step})
-        # The file itself, without a copy in W&B's cache: a snapshot is never written again.
-        artifact.add_file(str(paths.snapshot(step)), policy="immutable", skip_cache=True)
+        # The files themselves, without a copy in W&B's cache: a snapshot is never written again.
+        path = paths.held_snapshot(step)
+        add = artifact.add_dir if path.is_dir() else artifact.add_file
+        add(str(path), policy="immutable", skip_cache=True)
         run.log_artifact(artifact, aliases=[f"step-{step}"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from stability.model.layouts import whole_state
 from stability.model.ranks import ALONE, Ranks, is_lost_connection, joined, meeting_place, part
+from stability.recorder.following import FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
@@ -59,7 +60,7 @@ def train_one(config, ranks=ALONE):
         files = RunFiles.unnamed(Path(folder))
         log = MetricLog(files.paths.metrics)
         door = TrainerDoor(
-            RunWriter(files, log),
+            RunWriter(files, log, ranks=ranks) if ranks.is_first else FollowingWriter(ranks),
             parts.model,
             [config.train.steps],
             Witnessing(parts.model, config.train.steps, before={}),
@@ -73,7 +74,7 @@ def train_one(config, ranks=ALONE):
         series = read_metrics(files.paths.metrics)
         return {
             "init": parts.init_hash,
-            "batches": door.writer.batches,
+            "batches": getattr(door.writer, "batches", None),
             "metrics": {name: list(each.values) for name, each in series.items()},
             "weights": {
                 k: v.detach().double().numpy() for k, v in whole_state(parts.model).items()
