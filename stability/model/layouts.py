@@ -5,9 +5,9 @@ models: heads and hidden units are shared out (`ColwiseParallel`, then `RowwiseP
 and output are on every rank. Norms of single heads, and under sequence parallelism those of
 tokens, see a part of the values on each rank, so their gradients are added up.
 
-A state is whole at its borders: `whole_state` gathers what ranks share, `load_whole` cuts it again,
-so that one checkpoint serves every layout. Leaves out who calls this when (`study.layout_strategy`)
-and what a layout is (`config.parallel`).
+A state stays where it is: `load_state` takes this rank's part of one that is whole, and
+`whole_state` gathers what ranks share, for those who want it. Leaves out who calls this when
+(`study.layout_strategy`) and what a layout is (`config.parallel`).
 
 Sources: Shoeybi et al., arXiv 1909.08053 (tensor parallelism); Korthikanti et al., arXiv 2205.05198
 (sequence parallelism); Zhao et al., arXiv 2304.11277 (FSDP).
@@ -46,7 +46,7 @@ __all__ = [
     "check_replicas",
     "hash_whole",
     "lay_out",
-    "load_whole",
+    "load_state",
     "reduce_gradients",
     "whole",
     "whole_state",
@@ -273,10 +273,14 @@ def check_replicas(model: nn.Module, ranks: Ranks, parallel: ParallelConfig, ste
 
 
 @torch.no_grad()
-def load_whole(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy tensors that are whole into those of `state`, of which each rank may hold a part."""
+def load_state(state: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy tensors, each whole or this rank's part of it, into those of `state`, likewise."""
     for name, value in state.items():
-        if isinstance(value, DTensor):
-            value.to_local().copy_(part_of(given[name], value))
+        found = given[name]
+        if isinstance(found, DTensor):
+            assert isinstance(value, DTensor)
+            value.to_local().copy_(found.to_local())
+        elif isinstance(value, DTensor):
+            value.to_local().copy_(part_of(found, value))
         else:
-            value.copy_(given[name])
+            value.copy_(found)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-__all__ = ["ALONE", "Ranks", "is_lost_connection", "joined", "meeting_place", "part"]
+__all__ = ["ALONE", "Ranks", "beside", "is_lost_connection", "joined", "meeting_place", "part"]
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for the others at one exchange: the first may write files meanwhile."""
@@ -91,6 +92,19 @@ def joined(ranks: Ranks, device: torch.device) -> Iterator[None]:
         device_id=torch.device("cuda", 0) if device.type == "cuda" else None,
     )
     yield
+
+
+def beside() -> Any:
+    """Return the group of all ranks for what is written beside training; asked for by all at once.
+
+    Its exchanges are those of CPUs, and meet none of training's.
+    """
+    return _beside(dist.group.WORLD)
+
+
+@cache
+def _beside(_: Any) -> Any:
+    return dist.new_group(backend="gloo")
 
 
 def part(ranks: Ranks) -> None:

@@ -9,9 +9,7 @@ records (`writer`), and what is due when.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from stability.metrics.sharded_drift import sharded_drift
 from stability.metrics.weight_counts import weight_counts
 from stability.metrics.weight_hash import finished_weight_hash, local_weight_hash
 from stability.metrics.weight_sketch import finished_weight_sketch, local_weight_sketch
+from stability.model.ranks import beside
 from stability.records.dcp_files import DcpWrite, fill_state, write_dcp
 from stability.records.snapshots import check_same_weights
 from stability.records.weight_files import open_snapshot
@@ -69,7 +68,7 @@ def record_weights(state: Mapping[str, Tensor], due: Due) -> Found:
     ValueError on every rank if the baseline has weights of other names or shapes, OSError where a
     part can't be read.
     """
-    write = write_dcp(due.snapshot, state, process_group=_beside()) if due.snapshot else None
+    write = write_dcp(due.snapshot, state, process_group=beside()) if due.snapshot else None
     pieces = pieces_of(state)
     return Found(
         # the disk is written to while the ranks measure
@@ -78,12 +77,6 @@ def record_weights(state: Mapping[str, Tensor], due: Due) -> Found:
         counts=_counted(pieces) if due.counts else None,
         drift=_drift(state, due.baseline, of_both=due.of_both) if due.baseline else None,
     )
-
-
-@cache
-def _beside() -> Any:
-    """Return a group of all ranks for what is written beside training; asked for by all at once."""
-    return dist.new_group(backend="gloo")
 
 
 def _sketched(pieces: Mapping[str, Piece]) -> StoredSketch:

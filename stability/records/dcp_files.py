@@ -9,6 +9,7 @@ snapshot is written.
 """
 
 import contextlib
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -45,10 +46,12 @@ from stability.records.atomic_files import (
     naming,
     remove_tree,
     temporary_name,
+    write_whole,
 )
+from stability.records.plain_files import check_plain
 from stability.records.weight_files import Weights
 
-__all__ = ["DcpWrite", "fill_state", "write_dcp"]
+__all__ = ["DcpWrite", "copy_dcp", "fill_state", "write_dcp"]
 
 
 class DcpWrite:
@@ -79,6 +82,8 @@ def write_dcp(
     *,
     asynchronous: bool = True,
     process_group: "distributed.ProcessGroup | None" = None,
+    places: Mapping[str, tuple[str, ...]] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> DcpWrite:
     """Write tensors by name, whole or not at all; a folder of that name is replaced.
 
@@ -88,7 +93,9 @@ def write_dcp(
     Called by all ranks of `process_group` (by default of all, if torch.distributed has begun), with
     what each holds: a DTensor is written in its parts, any other tensor once, by one of the ranks
     that have it. `folder` is the same path for all, on a disk that all see. Writes of a process
-    take place in the order of the calls. ValueError for what is no tensor with values, for sums
+    take place in the order of the calls. `places` are the keys, by name, under which torch's own
+    tools put a tensor into a nested state, and `files` what the first rank writes beside, by name;
+    what other ranks give is left. ValueError for what is no tensor with values, for sums
     that are not yet reduced, and, with `asynchronous` on several ranks, without a group of its own:
     training's collectives would meet those of the writing.
     """
@@ -100,7 +107,8 @@ def write_dcp(
         )
     shards = {name: _shard_of(name, x, is_copy=asynchronous) for name, x in state.items()}
     held = {name: shard for name, shard in shards.items() if shard is not None}
-    write = partial(_write, folder, held, process_group, is_alone=count == 1)
+    plan = _Planner(places or {}), _Writer(folder, files or {})
+    write = partial(_write, held, *plan, process_group, is_alone=count == 1)
     if asynchronous:
         return DcpWrite(folder, _thread().submit(write))
     # those that were begun before, so that all ranks keep one order
@@ -109,6 +117,54 @@ def write_dcp(
     done: Future[None] = Future()
     done.set_result(None)
     return DcpWrite(folder, done)
+
+
+def copy_dcp(source: Path, target: Path, *, files: Mapping[str, bytes]) -> None:
+    """Copy a folder, with `files` in the place of those of their names, whole or not at all.
+
+    OSError, which names the target, if the system refuses.
+    """
+    temporary = temporary_name(target)
+    try:
+        make_folders(target.parent)
+        file_operations.make_folder(temporary)
+        for path in sorted(source.iterdir()):
+            if path.name not in files:
+                write_whole(temporary / path.name, partial(shutil.copyfile, check_plain(path)))
+        _write_files(temporary, files)
+        _name(temporary, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            remove_tree(temporary)
+        raise _named(target, "", error) from error
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        write_whole(folder / name, partial(_write_bytes, content=content))
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _name(temporary: Path, folder: Path) -> None:
+    """Give a folder that is whole its name; one that has it is replaced."""
+    with naming(folder):
+        file_operations.sync(temporary)
+        old = temporary_name(folder)
+        is_there = folder.is_dir()
+        if is_there:
+            file_operations.rename(folder, old)
+        try:
+            file_operations.rename(temporary, folder)
+        except BaseException:
+            if is_there:
+                file_operations.rename(old, folder)
+            raise
+        file_operations.sync(folder.parent)
+        if is_there:
+            remove_tree(old)
 
 
 def fill_state(state: Mapping[str, Tensor], weights: Weights) -> None:
@@ -177,13 +233,14 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _write(
-    folder: Path,
     shards: dict[str, _Shard],
+    planner: "_Planner",
+    writer: "_Writer",
     group: "distributed.ProcessGroup | None",
     *,
     is_alone: bool,
 ) -> None:
-    writer, planner = _Writer(folder), _Planner()
+    folder = writer.folder
     try:
         if is_alone:
             _save_alone(shards, writer, planner)
@@ -217,8 +274,9 @@ def _save_alone(state: dict[str, _Shard], writer: "_Writer", planner: "_Planner"
 class _Planner(DefaultSavePlanner):
     """Plans the writing of `_Shard`s by name; of those that several ranks hold one is written."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Mapping[str, tuple[str, ...]]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._places = places
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank has to write."""
@@ -228,8 +286,8 @@ class _Planner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what each rank writes, and the metadata."""
         plans, metadata = super().create_global_plan(all_plans)
-        # flat, as it was given: torch's own tools look it up
-        names = {name: (name,) for name in metadata.state_dict_metadata}
+        # torch's own tools look it up
+        names = {name: self._places.get(name, (name,)) for name in metadata.state_dict_metadata}
         return plans, replace(metadata, planner_data=names)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -253,8 +311,9 @@ def _item(name: str, shard: _Shard) -> WriteItem:
 class _Writer(FileSystemWriter):
     """Writes into a temporary folder, which the first rank makes, names at the end, or clears."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        self.folder = folder
+        self._files = files
         # without a random part: all ranks know it
         super().__init__(folder.with_name(f".{folder.name}.tmp"), sync_files=True)
         self._is_first = False
@@ -273,29 +332,16 @@ class _Writer(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the folder, on the first rank, before any rank writes."""
-        make_folders(self._folder.parent)
+        make_folders(self.folder.parent)
         remove_tree(Path(self.path))
         file_operations.make_folder(Path(self.path))
+        _write_files(Path(self.path), self._files)
         return super().prepare_global_plan(plans)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and name the folder, on the first rank, once all have written."""
         super().finish(metadata, results)
-        with naming(self._folder):
-            file_operations.sync(Path(self.path))
-            old = temporary_name(self._folder)
-            is_there = self._folder.is_dir()
-            if is_there:
-                file_operations.rename(self._folder, old)
-            try:
-                file_operations.rename(Path(self.path), self._folder)
-            except BaseException:
-                if is_there:
-                    file_operations.rename(old, self._folder)
-                raise
-            file_operations.sync(self._folder.parent)
-            if is_there:
-                remove_tree(old)
+        _name(Path(self.path), self.folder)
 
     def give_up(self) -> None:
         """Delete the temporary folder, on the first rank."""

@@ -27,7 +27,7 @@ _SEED = re.compile(r"seed-(\d+)")
 _SNAPSHOT = re.compile(r"step-(\d{8,})\.(?:safetensors|dcp)")
 _TEMPORARY = re.compile(r"\..+\.tmp")
 """What `atomic_files` calls a file until it is whole."""
-_CHECKPOINT = re.compile(r"step-(\d{8,})\.ckpt")
+_CHECKPOINT = re.compile(r"step-(\d{8,})\.(?:ckpt|dcp)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,15 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         """All that a resume at `step` needs."""
         return self.checkpoints_dir / f"step-{step:08d}.ckpt"
+
+    def sharded_checkpoint(self, step: int) -> Path:
+        """The folder of all that a resume at `step` needs, which several ranks write."""
+        return self.checkpoint(step).with_suffix(".dcp")
+
+    def held_checkpoint(self, step: int) -> Path:
+        """Return the one of the two that is there; the file if neither is."""
+        sharded = self.sharded_checkpoint(step)
+        return sharded if sharded.is_dir() else self.checkpoint(step)
 
     @property
     def wandb_dir(self) -> Path:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunFiles",
+    "checkpoint_of",
     "content_checksum",
     "damage",
     "damaged_files",
@@ -228,6 +229,13 @@ def snapshot_of(paths: RunPaths, manifest: Manifest, step: int) -> Path:
     sharded = paths.sharded_snapshot(step)
     is_sharded = paths.name_of(sharded) in manifest.all_files
     return sharded if is_sharded else paths.snapshot(step)
+
+
+def checkpoint_of(paths: RunPaths, manifest: Manifest, step: int) -> Path:
+    """Return the file or the folder that a run's manifest lists as its checkpoint, likewise."""
+    sharded = paths.sharded_checkpoint(step)
+    is_sharded = paths.name_of(sharded) in manifest.all_files
+    return sharded if is_sharded else paths.checkpoint(step)
 
 
 def predictions_of(paths: RunPaths, manifest: Manifest, step: int) -> Path:

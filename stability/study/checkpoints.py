@@ -16,8 +16,10 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from torch import distributed
 
 from stability.records.atomic_files import remove_any, write_whole
+from stability.records.dcp_files import DcpWrite
 from stability.records.manifest import Manifest
 from stability.records.metric_log import difference_from, read_start
 from stability.records.metric_names import DRIFTS
@@ -30,9 +32,19 @@ from stability.records.paths import (
 )
 from stability.records.plain_files import check_plain
 from stability.records.record_types import Count, check_type
-from stability.records.run_files import RunFiles, damaged_files, read_run_file
-from stability.records.sealed_json import file_checksum
+from stability.records.run_files import (
+    RunFiles,
+    content_checksum,
+    damaged_files,
+    read_run_file,
+)
 from stability.records.weight_files import load_torch_file
+from stability.study.sharded_checkpoints import (
+    copy_checkpoint,
+    read_rest,
+    read_whole,
+    write_checkpoint,
+)
 
 __all__ = ["DOOR", "CheckpointFiles", "clear_unlisted", "lay_fork", "resume_from"]
 
@@ -50,6 +62,8 @@ class CheckpointFiles(CheckpointIO):
     def __init__(self, files: RunFiles, keep: int) -> None:
         self._files = files
         self._keep = keep
+        self._write: DcpWrite | None = None
+        self._lists = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
@@ -58,14 +72,47 @@ class CheckpointFiles(CheckpointIO):
         path = Path(path)
         _write_checkpoint(path, checkpoint)
         self._files.add(path)
+        self._drop_old()
+
+    def save_parts(self, checkpoint: Mapping[str, Any], path: Path, group: Any) -> None:
+        """Write a checkpoint of which each rank of `group` has a part, as a folder.
+
+        Training goes on while it is written: `settle` lists it once it is whole. One that is
+        still being written is waited for first.
+        """
+        self.settle(wait=True)
+        folder = path.with_suffix(".dcp")
+        is_first = distributed.get_rank(group) == 0
+        self._write = write_checkpoint(folder, checkpoint, group, is_first=is_first)
+        self._lists = is_first
+
+    def settle(self, *, wait: bool = False) -> None:
+        """List the checkpoint that was begun last, on the first rank, if it is whole by now.
+
+        With `wait` once it is; OSError, on each rank, if it could not be written.
+        """
+        if self._write is None or not (wait or self._write.is_done):
+            return
+        write, self._write = self._write, None
+        folder = write.wait()
+        if self._lists:
+            self._files.add(folder)
+            self._drop_old()
+
+    def _drop_old(self) -> None:
         paths = self._files.paths
         for step in checkpoint_steps(paths)[: -self._keep] if self._keep else ():
-            self._files.remove(paths.checkpoint(step))
+            self._files.remove(paths.held_checkpoint(step))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return what `save_checkpoint` wrote: tensors and plain values, never a pickled object."""
+        """Return what was written: tensors and plain values, never a pickled object.
+
+        Of a folder all parts are in it.
+        """
+        if Path(path).is_dir():
+            return read_whole(Path(path))
         found = check_plain(Path(path))
         return torch.load(found, map_location=map_location or "cpu", weights_only=True)
 
@@ -85,7 +132,7 @@ def resume_from(
     wrong = damaged_files(paths, manifest)
     said = [f"{name} {what}" for name, what in wrong.items()]
     whole = manifest.files.keys() - wrong.keys()
-    steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.checkpoint(s)) in whole]
+    steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.held_checkpoint(s)) in whole]
     lost = [_step_of(name) for name in wrong if name.endswith((".safetensors", ".dcp"))]
     # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
@@ -114,7 +161,7 @@ def clear_unlisted(paths: RunPaths, files: dict[str, str]) -> None:
     found = [paths.held_snapshot(step) for step in snapshot_steps(paths)]
     found += [paths.predictions(step) for step in prediction_steps(paths)]
     found += [paths.sketch(step) for step in sketch_steps(paths)]
-    found += [paths.checkpoint(step) for step in checkpoint_steps(paths)]
+    found += [paths.held_checkpoint(step) for step in checkpoint_steps(paths)]
     found += paths.root.rglob(".*.tmp")
     for path in found:
         if paths.name_of(path) not in files:
@@ -141,7 +188,7 @@ def lay_fork(
     fork's own settings into the checkpoint, in place. ValueError if the parent's checkpoint is
     damaged or missing, or the log up to it.
     """
-    read_run_file(parent, parent.checkpoint(at))
+    source = read_run_file(parent, parent.held_checkpoint(at))
     checkpoint = _read_checkpoint(parent, at)
     lacking = _log_lacks(parent, checkpoint)
     if lacking:
@@ -159,9 +206,13 @@ def lay_fork(
     # the parent's updates were made under the parent's label, and its own witness tells of them
     recorded["stretches"] = []
     resettle(checkpoint)
-    path = fork.checkpoint(at)
-    _write_checkpoint(path, checkpoint)
-    return {fork.name_of(path): file_checksum(path)}
+    if source.is_dir():
+        path = fork.sharded_checkpoint(at)
+        copy_checkpoint(source, path, checkpoint)
+    else:
+        path = fork.checkpoint(at)
+        _write_checkpoint(path, checkpoint)
+    return {fork.name_of(path): content_checksum(path)}
 
 
 def _write_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
@@ -202,12 +253,14 @@ class _Checkpoint(TypedDict):
 
 
 def _read_checkpoint(paths: RunPaths, step: int) -> dict[str, Any]:
-    """Return a checkpoint; ValueError, which names the file, if it does not say what one says.
+    """Return a checkpoint, of a folder less its parts.
+
+    ValueError, which names the file, if it does not say what one says.
 
     A right seal does not tell: who has the file can seal anything.
     """
-    path = paths.checkpoint(step)
-    content = load_torch_file(path)
+    path = paths.held_checkpoint(step)
+    content = read_rest(path) if path.is_dir() else load_torch_file(path)
     try:
         check_type(content, _Checkpoint, "its content")
     except ValueError as error:

@@ -43,7 +43,7 @@ def follow(run: Run, ranks: Ranks, *, checks_observer: bool) -> None:
         files = RunFiles.unnamed(run.paths.root)
         callbacks = [*parts.callbacks, door]
         trainer = make_trainer(run.config, files, [], callbacks, run.last_step, ranks)
-        fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        fit(trainer, parts, data, run.paths.held_checkpoint(start) if start else None)
         door.end(trainer)
         hash_whole(parts.model)
         part(ranks)

@@ -23,7 +23,7 @@ from stability.records.events import read_log_and_events
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, checkpoint_steps
-from stability.records.run_files import file_damage
+from stability.records.run_files import checkpoint_of, file_damage
 from stability.study.assemble import assemble
 from stability.study.foreign_plan import ForeignRun
 from stability.study.fork_folder import fork_name, fork_place
@@ -156,10 +156,10 @@ def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
     steps = [
         step
         for step in checkpoint_steps(parent)
-        if parent.name_of(parent.checkpoint(step)) in manifest.files
+        if parent.name_of(checkpoint_of(parent, manifest, step)) in manifest.files
     ]
     if at not in steps:
-        if parent.name_of(parent.checkpoint(at)) in manifest.dropped:
+        if parent.name_of(checkpoint_of(parent, manifest, at)) in manifest.dropped:
             raise ValueError(
                 f"fork: at must be a step with a checkpoint, got {at}; those of {parent.root} were "
                 "dropped when its study ended; keep: all in the study's YAML keeps them, and a run "
@@ -170,6 +170,7 @@ def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
             f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has {kept} "
             "(train.keep_checkpoints: 0 keeps all)"
         )
-    wrong = file_damage(parent, manifest, parent.checkpoint(at))
+    path = checkpoint_of(parent, manifest, at)
+    wrong = file_damage(parent, manifest, path)
     if wrong:
-        raise ValueError(f"fork: {parent.checkpoint(at)} {wrong}")
+        raise ValueError(f"fork: {path} {wrong}")

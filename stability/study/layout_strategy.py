@@ -1,12 +1,14 @@
 """Lightning's strategy for a run over ranks: lays the model out, and joins what ranks share.
 
 Lightning's own `ModelParallelStrategy` knows two dimensions, and refuses FP16 with a loss scaler
-and FP64. Here every layout and precision goes one way. Checkpoints are whole, as of one rank, and
-the first rank writes them. Leaves out how a model is laid out (`model.layouts`).
+and FP64. Here every layout and precision goes one way. Of a checkpoint each rank writes what it
+holds (`sharded_checkpoints`), or the first one all, where each holds all. Leaves out how a model is
+laid out (`model.layouts`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +29,13 @@ from stability.metrics.pieces import part_of
 from stability.model.layouts import (
     DIMENSIONS,
     lay_out,
-    load_whole,
+    load_state,
     reduce_gradients,
-    whole,
-    whole_state,
 )
 from stability.model.lightning_module import LanguageModel
-from stability.model.ranks import Ranks
+from stability.model.ranks import Ranks, beside
+from stability.study.checkpoints import CheckpointFiles
+from stability.study.sharded_checkpoints import has_parts, read_parts
 
 __all__ = ["LayoutStrategy"]
 
@@ -133,7 +135,8 @@ class LayoutStrategy(ParallelStrategy):
             self._is_last = True
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Add up what neither DDP nor FSDP2 has."""
+        """Add up what neither DDP nor FSDP2 has; list a checkpoint that is whole by now."""
+        self._checkpoints.settle()
         if self._is_last:
             reduce_gradients(self._decoder, self._parallel, self._mesh)
 
@@ -144,24 +147,10 @@ class LayoutStrategy(ParallelStrategy):
             plugin.scaler = _SharedScaler(self._device.type)
         super().setup_precision_plugin()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state as one rank would have it."""
-        assert self.lightning_module is not None
-        return whole_state(self.lightning_module)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's part of the module's state."""
         assert self.lightning_module is not None
-        load_whole(self.lightning_module.state_dict(), checkpoint["state_dict"])
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's state as one rank would have it."""
-        state: dict[str, Any] = super().optimizer_state(optimizer)
-        joined = {
-            number: {key: whole(value) for key, value in values.items()}
-            for number, values in state["state"].items()
-        }
-        return {**state, "state": joined}
+        load_state(self.lightning_module.state_dict(), checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's part of each optimizer's state."""
@@ -177,14 +166,53 @@ class LayoutStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Write it on the first rank."""
-        if self.is_global_zero:
+        """Write it: each rank its part, and the first one what is whole."""
+        if has_parts(checkpoint):
+            self._checkpoints.save_parts(checkpoint, Path(filepath), beside())
+        elif self.is_global_zero:
             super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return a checkpoint; of a folder this rank's parts alone of what ranks share now."""
+        if Path(checkpoint_path).is_dir():
+            return read_parts(Path(checkpoint_path), self._laid_out())
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _laid_out(self) -> Callable[[tuple[str, ...]], Tensor | None]:
+        """Return what gives the tensor that is laid out as the one under some keys is to be."""
+        assert self.lightning_module is not None
+        weights = self.lightning_module.state_dict()
+        parameters = [
+            [x for group in optimizer.param_groups for x in group["params"]]
+            for optimizer in self.optimizers
+        ]
+
+        def find(place: tuple[str, ...]) -> Tensor | None:
+            match place:
+                case ("state_dict", name):
+                    return weights.get(name)
+                case ("optimizer_states", nth, "state", number, _):
+                    return parameters[int(nth)][int(number)]
+            return None
+
+        return find
+
+    @property
+    def _checkpoints(self) -> CheckpointFiles:
+        assert isinstance(self.checkpoint_io, CheckpointFiles)
+        return self.checkpoint_io
+
+    def on_train_end(self) -> None:
+        """Wait for the last checkpoint."""
+        self._checkpoints.settle(wait=True)
 
     def teardown(self) -> None:
         """End without Lightning's move of all to the CPU, where NCCL could gather no weight."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._checkpoints.settle()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -109,7 +109,7 @@ def drop_by_policy(
 
 def _not_kept(run: Run, keep: str, *, larger: bool) -> Iterable[Path]:
     paths = run.paths
-    yield from (paths.checkpoint(step) for step in checkpoint_steps(paths))
+    yield from (paths.held_checkpoint(step) for step in checkpoint_steps(paths))
     steps = snapshot_steps(paths)
     for step in steps:
         if not keeps_snapshot(run, keep, is_last=step == steps[-1], step=step, larger=larger):

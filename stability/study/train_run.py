@@ -287,7 +287,7 @@ def _fit(
     loggers: list[Logger] = [RecordsLogger(log)]
     trainer = make_trainer(run.config, files, loggers, callbacks, run.last_step, ranks)
     with _naming_checkpoint(files, trainer, start):
-        fit(trainer, parts, data, run.paths.checkpoint(start) if start else None)
+        fit(trainer, parts, data, run.paths.held_checkpoint(start) if start else None)
         door.end(trainer)
     step, logged = trainer.global_step, door.writer.step
     if door.writer.diverged is None and (step, logged) != (run.last_step, run.last_step):
@@ -311,7 +311,7 @@ def _naming_checkpoint(files: RunFiles, trainer: Trainer, start: int) -> Iterato
         is_told = isinstance(error, (*_FAILURES, LeaseLostError)) or _was_interrupted(error)
         if not start or trainer.global_step > start or is_told:
             raise
-        path, said = files.paths.checkpoint(start), " ".join(str(error).split())
+        path, said = files.paths.held_checkpoint(start), " ".join(str(error).split())
         is_of_device = isinstance(error, RuntimeError) and not said.startswith("Error(s) in load")
         what = "the same command tries again"
         if not is_of_device:

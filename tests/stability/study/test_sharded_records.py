@@ -1,6 +1,10 @@
 """What is recorded of weights that no process holds: as of a process that holds them all."""
 
+import shutil
+
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 from stability.analysis.distance_check import other_distances
 from stability.analysis.study_check import check_pairs
@@ -16,8 +20,13 @@ from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.run_files import damage, read_run_snapshot
 from stability.records.snapshots import hash_state
+from stability.records.weight_files import open_weights
 from stability.records.weight_sketches import read_weight_sketch
-from tests.conftest import run_quietly, write_tiny
+from stability.study.checkpoints import resume_from
+from stability.study.fork import fork_drifts, plan_fork, run_fork
+from stability.study.sharded_checkpoints import read_rest
+from stability.study.train_run import TrainOptions
+from tests.conftest import SilentObserver, run_quietly, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -126,8 +135,6 @@ def test_equal_parts_are_stored_once(study):
 
 
 def test_what_is_dropped_is_checked_by_sketch(study, tmp_path, text_file):
-    import shutil
-
     shutil.copytree(study.parent, tmp_path / "runs")
     run_quietly(
         load_study(write_tiny(tmp_path, text_file, edited("none", **ARMS))),
@@ -140,3 +147,44 @@ def test_what_is_dropped_is_checked_by_sketch(study, tmp_path, text_file):
     checks = check_pairs(read_study(folder), every_drift=True)
     assert {check.state for check in checks} == {"holds"}, checks
     assert {*checks[0].sketched} == {2, 4}
+
+
+def test_each_rank_writes_its_part_of_a_checkpoint_and_training_goes_on_from_it(study):
+    baseline = run_of(study, "baseline")
+    folder = baseline.held_checkpoint(2)
+    assert folder.suffix == ".dcp"
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    parts = [size for name, size in sizes.items() if name.endswith(".distcp")]
+    weights = baseline.held_snapshot(2)
+    assert sum(parts) > 2.5 * sum(path.stat().st_size for path in weights.glob("*.distcp"))
+    assert len(parts) == 2
+    assert max(parts) < 1.2 * min(parts)
+    # no weight is in what one rank writes alone
+    tensors = [x for x in tree_leaves(read_rest(folder)) if isinstance(x, torch.Tensor)]
+    assert {x.numel() for x in tensors if x.is_floating_point()} == {1}
+    found = open_weights(folder)
+    state = read_run_snapshot(baseline, 2)
+    assert hash_state({name: found[f"model.{name}"] for name in state}) == hash_state(state)
+
+    options = TrainOptions(wandb_mode="disabled")
+    same = plan_fork(baseline, 2, {}, name="same")
+    assert run_fork(same, options, SilentObserver()).state == "finished"
+    assert set(fork_drifts(same).values()) == {0.0}
+    for name, layout in {"whole": {"shard": 1}, "cut": {"shard": 1, "tensor": 2}}.items():
+        other = plan_fork(baseline, 2, {"parallel": layout}, name=name)
+        assert run_fork(other, options, SilentObserver()).state == "finished"
+        assert 0 < fork_drifts(other)[4] < 1e-5, name
+
+
+def test_a_checkpoint_whose_rest_is_damaged_is_passed_over(study, tmp_path):
+    shutil.copytree(study, tmp_path / "tiny")
+    paths = run_of(tmp_path / "tiny", "baseline")
+    rest = paths.held_checkpoint(4) / "rest.pt"
+    rest.write_bytes(rest.read_bytes()[:-1])
+    told = []
+    at, kept = resume_from(paths, read_manifest(paths.manifest), told.append)
+    assert at == 2
+    assert any("step-00000004.dcp is damaged" in said for said in told)
+    assert {path for path in kept if path.startswith("checkpoints/")} == {
+        "checkpoints/step-00000002.dcp"
+    }
