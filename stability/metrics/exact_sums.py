@@ -59,6 +59,8 @@ _CHUNK = 2**30
 """Pairs after which halves are carried, so that none can overflow."""
 _BATCH = 2**22
 """Pairs at once where torch adds them up: a dozen copies of FP64 are in memory."""
+_SLICE = 31
+"""Bits of an integer of which FP64 adds up `_BATCH` exactly."""
 _TERMS = ("b", "abs_error", "a_square", "b_square", "error_square")
 _SAFE = (1e-140, 1e140)
 """FP64 values between these are split in two, and their halves multiplied, without leaving FP64."""
@@ -296,13 +298,47 @@ def values_by_torch(values: Tensor) -> NDArray[np.int64]:
 
 
 def squares_by_torch(values: Tensor, bins: Tensor) -> None:
-    """Do what `_squares_on_cpu` does, by torch's operators, on the values' device."""
+    """Do what `_squares_on_cpu` does, by torch's operators, on the values' device.
+
+    The bins may be others, their sum is the same.
+    """
     for part in values.split(_BATCH):
+        if part.dtype == torch.float32 and _add_sliced_squares(part, bins):
+            continue
         value = part.double()
         square = value * value
         _put(square, bins)
         if values.dtype == torch.float64:
             _put(_rounded_off(value, square), bins)
+
+
+def _add_sliced_squares(values: Tensor, bins: Tensor) -> bool:
+    """Add the squares of FP32 values a slice of their bits at a time; False for NaN and infinities.
+
+    Each square, in units of the largest one's power of two, is cut into integers of `_SLICE` bits,
+    and so many of these have a sum of at most 53 bits: FP64 adds them up exactly, in any order.
+    That reads memory in a row, where bins are written to by all threads of a GPU at once.
+    """
+    if not values.numel():
+        return True
+    sizes = values.abs()
+    least = torch.where(sizes == 0, math.inf, sizes).amin()
+    most, least = torch.stack([sizes.amax(), least]).tolist()
+    if not math.isfinite(most):
+        return False
+    if not most:
+        return True
+    top = math.frexp(most)[1]
+    last_bit = max(math.frexp(least)[1] - 24, -149)  # a subnormal number has fewer
+    rest = (values.double() * 2.0**-top).square_()
+    terms = []
+    for scale in range(2 * top - _SLICE, 2 * last_bit - _SLICE, -_SLICE):
+        rest *= 2.0**_SLICE
+        whole = rest.floor()
+        rest -= whole
+        terms.append(whole.sum() * 2.0**scale)
+    _put(torch.stack(terms), bins)
+    return True
 
 
 def gaps_by_torch(a: Tensor, b: Tensor) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ Leaves out the distances of distributions (`sharded_wasserstein`).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,16 +49,35 @@ def norm_of(tensors: Iterable[Tensor], group: Any = None) -> float:
     and infinities give NaN and infinity, and no tensors 0.
     """
     ranks, bins, room = collectives_of(group), None, _ROOM
-    for values in held_values(tensors, group):
-        bins = new_bins(values.device) if bins is None else bins
-        for part in values.reshape(-1).split(_PART):
-            room -= part.numel()
-            if room < 0:
-                carry_(bins)
-                room = _ROOM - part.numel()
-            add_squares_(bins, _wide(part))
+    for part in _parts(held_values(tensors, group)):
+        bins = new_bins(part.device) if bins is None else bins
+        room -= part.numel()
+        if room < 0:
+            carry_(bins)
+            room = _ROOM - part.numel()
+        add_squares_(bins, part)
     bins = new_bins(torch.device("cpu")) if bins is None else carry_(bins)
     return math.sqrt(float(sum_of_bins(ranks.add(bins).cpu().numpy())))
+
+
+def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield flat FP32 or FP64 values, so many at a time; on a GPU those of small tensors together.
+
+    There the start of an operation takes longer than a small tensor's values.
+    """
+    held: list[Tensor] = []
+    for values in tensors:
+        for part in map(_wide, values.reshape(-1).split(_PART)):
+            if part.device.type == "cpu":
+                yield part
+                continue
+            like = not held or (part.dtype, part.device) == (held[0].dtype, held[0].device)
+            if not like or sum(x.numel() for x in held) + part.numel() > _PART:
+                yield torch.cat(held)
+                held = []
+            held.append(part)
+    if held:
+        yield torch.cat(held)
 
 
 def _wide(values: Tensor) -> Tensor:
