@@ -59,8 +59,6 @@ _CHUNK = 2**30
 """Pairs after which halves are carried, so that none can overflow."""
 _BATCH = 2**22
 """Pairs at once where torch adds them up: a dozen copies of FP64 are in memory."""
-_SLICE = 31
-"""Bits of an integer of which FP64 adds up `_BATCH` exactly."""
 _TERMS = ("b", "abs_error", "a_square", "b_square", "error_square")
 _SAFE = (1e-140, 1e140)
 """FP64 values between these are split in two, and their halves multiplied, without leaving FP64."""
@@ -207,7 +205,7 @@ def add_squares_(bins: Tensor, values: Tensor) -> None:
     Their halves have room for 2^31 values of many tensors: `carry_` makes room again.
     """
     for (part,) in _chunks(values):
-        add = _squares_on_cpu if part.device.type == "cpu" else squares_by_torch
+        add = _SQUARES.get(part.device.type, squares_by_torch)
         add(part, bins)
         if values.numel() >= _CHUNK:
             carry_(bins)
@@ -297,14 +295,21 @@ def values_by_torch(values: Tensor) -> NDArray[np.int64]:
     return bins.cpu().numpy()
 
 
-def squares_by_torch(values: Tensor, bins: Tensor) -> None:
-    """Do what `_squares_on_cpu` does, by torch's operators, on the values' device.
+def _squares_on_gpu(values: Tensor, bins: Tensor) -> None:
+    terms = None
+    if values.dtype == torch.float32 and values.numel():
+        from stability.metrics.square_kernel import square_terms  # heavy: triton
 
-    The bins may be others, their sum is the same.
-    """
+        terms = square_terms(values)
+    if terms is None:
+        squares_by_torch(values, bins)
+    else:
+        _put(terms, bins)
+
+
+def squares_by_torch(values: Tensor, bins: Tensor) -> None:
+    """Do what `_squares_on_cpu` does, by torch's operators, on the values' device."""
     for part in values.split(_BATCH):
-        if part.dtype == torch.float32 and _add_sliced_squares(part, bins):
-            continue
         value = part.double()
         square = value * value
         _put(square, bins)
@@ -312,33 +317,7 @@ def squares_by_torch(values: Tensor, bins: Tensor) -> None:
             _put(_rounded_off(value, square), bins)
 
 
-def _add_sliced_squares(values: Tensor, bins: Tensor) -> bool:
-    """Add the squares of FP32 values a slice of their bits at a time; False for NaN and infinities.
-
-    Each square, in units of the largest one's power of two, is cut into integers of `_SLICE` bits,
-    and so many of these have a sum of at most 53 bits: FP64 adds them up exactly, in any order.
-    That reads memory in a row, where bins are written to by all threads of a GPU at once.
-    """
-    if not values.numel():
-        return True
-    sizes = values.abs()
-    least = torch.where(sizes == 0, math.inf, sizes).amin()
-    most, least = torch.stack([sizes.amax(), least]).tolist()
-    if not math.isfinite(most):
-        return False
-    if not most:
-        return True
-    top = math.frexp(most)[1]
-    last_bit = max(math.frexp(least)[1] - 24, -149)  # a subnormal number has fewer
-    rest = (values.double() * 2.0**-top).square_()
-    terms = []
-    for scale in range(2 * top - _SLICE, 2 * last_bit - _SLICE, -_SLICE):
-        rest *= 2.0**_SLICE
-        whole = rest.floor()
-        rest -= whole
-        terms.append(whole.sum() * 2.0**scale)
-    _put(torch.stack(terms), bins)
-    return True
+_SQUARES = {"cpu": _squares_on_cpu, "cuda": _squares_on_gpu}
 
 
 def gaps_by_torch(a: Tensor, b: Tensor) -> NDArray[np.int64]:

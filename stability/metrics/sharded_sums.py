@@ -38,6 +38,8 @@ _ROOM = 2**30
 """Values after which bins are carried."""
 _PART = 2**22
 """Values that are widened at once."""
+_TOGETHER = 2**25
+"""Values of small tensors that a GPU adds up at once: 128 MB of FP32."""
 
 
 def norm_of(tensors: Iterable[Tensor], group: Any = None) -> float:
@@ -67,17 +69,22 @@ def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """
     held: list[Tensor] = []
     for values in tensors:
-        for part in map(_wide, values.reshape(-1).split(_PART)):
-            if part.device.type == "cpu":
+        is_on_cpu = values.device.type == "cpu"
+        for part in map(_wide, values.reshape(-1).split(_PART if is_on_cpu else _TOGETHER)):
+            if is_on_cpu:
                 yield part
                 continue
             like = not held or (part.dtype, part.device) == (held[0].dtype, held[0].device)
-            if not like or sum(x.numel() for x in held) + part.numel() > _PART:
-                yield torch.cat(held)
+            if not like or sum(x.numel() for x in held) + part.numel() > _TOGETHER:
+                yield _joined(held)
                 held = []
             held.append(part)
     if held:
-        yield torch.cat(held)
+        yield _joined(held)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _wide(values: Tensor) -> Tensor:
