@@ -208,7 +208,13 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
 
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one."""
+    """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one.
+
+    A handler that the caller of this command has set stays: it knows what else is to be done.
+    """
+    if callable(signal.getsignal(signal.SIGTERM)):
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

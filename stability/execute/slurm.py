@@ -9,6 +9,8 @@ by their ids on disk (`job_record`).
 """
 
 import secrets
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,7 +27,7 @@ from stability.execute.job_record import (
     submitting,
     write_arrays,
 )
-from stability.execute.slurm_job import WARNING_S, run_job
+from stability.execute.slurm_job import DEAF_AT_FIRST, WARNING_S, run_job
 from stability.execute.slurm_queue import QueueError, cancel, check_slurm, queued
 from stability.execute.standing import FINISH, Key, Standing
 from stability.records.manifest import has_ended
@@ -182,7 +184,8 @@ class SlurmArrays:
         now = datetime.now().isoformat(timespec="seconds")
         arrays.append(JobArray(name=name, arm=arm, seeds=seeds, submitted=now))
         write_arrays(self._command.folder, arrays)
-        executor = self._submitit.SlurmExecutor(folder=_folder(self._command.folder))
+        python = f"{DEAF_AT_FIRST} {shlex.quote(sys.executable)}"
+        executor = self._submitit.SlurmExecutor(_folder(self._command.folder), python=python)
         executor.update_parameters(**self._parameters(name, len(seeds), dependency, ranks))
         words, folders = zip(*calls, strict=True)
         try:
