@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "stability.cli.main"]
 ARMS = ("baseline", "rerun", "nudge", "fp32")
 STEPS, SAVED_EVERY = 90, 5
-PATIENCE_S = 300
+PATIENCE_S = 900
 """For a machine that is busy with other things."""
 
 
@@ -26,6 +26,11 @@ def variables() -> dict[str, str]:
     """Of a process that trains: this checkout, and the threads of all runs alike."""
     path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _obey_ctrl_c() -> None:
+    """Undo what a shell does to programs that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command:
@@ -37,7 +42,9 @@ class Command:
         self.log = study.parent / "command.log"
         line = [*PROGRAM, "run", str(study), "--out", str(self.out), "--wandb", "disabled", *words]
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(line, env=self.env, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                line, env=self.env, stdout=log, stderr=log, preexec_fn=_obey_ctrl_c
+            )
 
     @property
     def folder(self) -> Path:
