@@ -28,6 +28,8 @@ SLACK_S = 60
 """Slurm warns up to a minute earlier than it was asked to: sbatch(1), --signal."""
 
 
+FIRST_PORT, PORTS = 20000, 12000
+"""Below the ports that Linux gives to whoever asks for any."""
 DEAF_AT_FIRST = """sh -c 'trap "" TERM USR2; exec "$0" "$@"'"""
 """Before the words of a Python: it ignores Slurm's warnings until `run_job` listens to them. By
 default one would kill it while it imports, and its job would count as failed."""
@@ -92,14 +94,8 @@ def _ask_for_another_turn(said: str) -> None:
 
     `scancel`, too, begins with SIGTERM, and a job that is requeued after it would start again.
     """
-    shown = subprocess.run(
-        ["scontrol", "show", "job", _own_id(), "--oneliner"],
-        check=True,
-        timeout=60,
-        capture_output=True,
-        text=True,
-    )
-    state = shown.stdout.partition("JobState=")[2].partition(" ")[0].strip()
+    shown = _said("scontrol", "show", "job", _own_id(), "--oneliner")
+    state = shown.partition("JobState=")[2].partition(" ")[0].strip()
     if state != "RUNNING":
         raise RuntimeError(f"{said}, in a job that Slurm has made {state or 'end'}")
     subprocess.run(["scontrol", "requeue", _own_id()], check=True, timeout=60)
@@ -121,7 +117,26 @@ def _own_id() -> str:
 
 
 def _tell_ranks() -> None:
-    """Tell torch.distributed of this job's other tasks, as torchrun would; nothing if alone."""
-    if int(os.environ.get("SLURM_NTASKS") or 1) > 1:
-        submitit = importlib.import_module("submitit.helpers")  # optional
-        submitit.TorchDistributedEnvironment().export(overwrite=False)
+    """Tell the command of this job's other tasks, as torchrun would; nothing if it is alone.
+
+    They meet on the node of the first one, at a port by the job's number. Either can be set before.
+    """
+    if int(os.environ.get("SLURM_NTASKS") or 1) == 1:
+        return
+    names = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}
+    os.environ.update({name: os.environ[f"SLURM_{of}"] for name, of in names.items()})
+    port = FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % PORTS
+    os.environ.setdefault("MASTER_PORT", str(port))
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _address_of_first_node()
+
+
+def _address_of_first_node() -> str:
+    """Return the address by which Slurm itself finds the node of the first task."""
+    first = _said("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()[0]
+    said = _said("scontrol", "show", "node", first, "--oneliner")
+    return said.partition("NodeAddr=")[2].split(maxsplit=1)[0]
+
+
+def _said(*words: str) -> str:
+    return subprocess.run(words, check=True, timeout=60, capture_output=True, text=True).stdout

@@ -16,7 +16,8 @@ from tests.conftest import TINY_ARMS, write_tiny
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "stability.cli.main"]
-ARMS = ("baseline", "rerun", "nudge", "fp32")
+ARMS = ("baseline", "nudge", "ranks", "fp32")
+OF_ARMS = TINY_ARMS | {"ranks": {"parallel": {"data": 2}}}
 STEPS, SAVED_EVERY = 90, 5
 PATIENCE_S = 900
 """For a machine that is busy with other things."""
@@ -91,7 +92,7 @@ def write_long(tmp_path_factory, text_file) -> Callable[..., Path]:
 
     def write(seeds: tuple[int, ...] = (0, 1), arms: tuple[str, ...] = ARMS) -> Path:
         def edit(content: dict) -> None:
-            content["arms"] = {name: TINY_ARMS[name] for name in arms}
+            content["arms"] = {name: OF_ARMS[name] for name in arms}
             content["yardstick"] = arms[-1]
             content["seeds"] = list(seeds)
             content["base"]["probe"] = {"every": 0}

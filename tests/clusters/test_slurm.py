@@ -39,8 +39,14 @@ class Story:
         self.slurm = slurm
         self.env = {**slurm_host.variables(slurm), "PYTHONPATH": variables()["PYTHONPATH"]}
         self.env["OMP_NUM_THREADS"] = "1"
-        self.command = Command(study, "--executor", "slurm", env=self.env)
+        self.study = study
+        self.command = self.run()
         self.disturbed: list[RunStatus] = []
+
+    def run(self) -> Command:
+        # a node has room for one rank, so a run over two is two tasks on two nodes
+        words = "--executor", "slurm", "--slurm.ntasks-per-node=1"
+        return Command(self.study, *words, env=self.env)
 
     def ask(self, *words: str) -> str:
         return slurm_host.ask(self.slurm, *words)
@@ -68,7 +74,7 @@ class Story:
             self.ask("scontrol", "update", f"jobid={run.job}", "starttime=now")
 
     def _pending(self, job: str) -> str:
-        """Return the number of a job that is pending; empty while Slurm still ends its last turn."""
+        """Return the number of a job that is pending; empty while its last turn still ends."""
         said = self.ask("squeue", "-h", "--array", f"--job={job}", "-o", "%T %A")
         state, _, number = said.strip().partition(" ")
         return number if state == "PENDING" else ""
@@ -76,7 +82,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(slurm, write_long) -> Story:
-    """Train the study: detach, requeue a run, preempt one, attach again, lose the node of one."""
+    """Train the study: detach, requeue a run, preempt one, attach again, lose a node of one."""
     story = Story(slurm, write_long())
     first = story.command
     story.queued = first.until(lambda runs: runs if ("", 0) in runs else None)
@@ -89,11 +95,13 @@ def story(slurm, write_long) -> Story:
     first.until(lambda runs: story.restarts(preempted.job))
     story.start_again(requeued, preempted)
     # while jobs are away the same command finds them, and submits nothing
-    story.command = first = Command(first.study, "--executor", "slurm", env=story.env)
-    lost = story.under_way(ARMS[1:])
-    story.ask("scontrol", "update", f"nodename={lost.node}", "state=down", "reason=test")
+    story.command = first = story.run()
+    lost = story.under_way(("ranks",))
+    assert story.ask("scontrol", "show", "hostnames", lost.node).split() == [*slurm_host.NODES]
+    node = f"nodename={slurm_host.NODES[1]}"  # that of the second rank
+    story.ask("scontrol", "update", node, "state=down", "reason=test")
     first.until(lambda runs: runs[lost.arm, lost.seed].state != "training")
-    story.ask("scontrol", "update", f"nodename={lost.node}", "state=resume")
+    story.ask("scontrol", "update", node, "state=resume")
     story.start_again(lost)
     story.code = first.ended()
     return story

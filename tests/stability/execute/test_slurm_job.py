@@ -22,13 +22,22 @@ def job(tmp_path, monkeypatch):
     state = tmp_path / "state.txt"
     state.write_text("RUNNING")
     program.write_text(
-        '#!/bin/sh\n[ "$1" = show ] && echo "JobId=20 JobState=$(cat '
-        f'{state}) Reason=None" || echo "$@" >> {asked}\n'
+        f"""#!/bin/sh
+            case "$*" in
+                "show job "*) echo "JobId=20 JobState=$(cat {state}) Reason=None" ;;
+                "show hostnames "*) echo n3; echo n4 ;;
+                "show node n3 "*) echo "NodeName=n3 NodeAddr=10.0.0.3 NodeHostName=c" ;;
+                *) echo "$@" >> {asked} ;;
+            esac
+        """
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for name, value in {"JOB_ID": "20", "ARRAY_JOB_ID": "17", "ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
     for name in ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     before = {x: signal.getsignal(x) for x in (signal.SIGUSR2, signal.SIGTERM)}
@@ -108,6 +117,16 @@ def test_a_turn_too_short_for_a_checkpoint_is_the_last_one(job, monkeypatch, tmp
 def test_only_the_first_rank_asks(job, monkeypatch):
     monkeypatch.setenv("SLURM_PROCID", "1")
     assert job(_warned) == ""
+
+
+def test_tasks_are_told_their_place_and_where_they_meet(job, monkeypatch):
+    given = {"NTASKS": "4", "PROCID": "3", "LOCALID": "1", "JOB_NODELIST": "n[3-4]"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    told = {}
+    job(lambda words: told.update(os.environ) or 0)
+    place = {x: told[x] for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert list(place.values()) == ["3", "4", "1", "10.0.0.3", "20020"]
 
 
 @pytest.mark.parametrize("code", [0, 1])
