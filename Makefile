@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow test-clusters lint bench gpu experiments docs clean
+.PHONY: install demo test test-slow test-clusters install-clusters lint bench gpu experiments docs clean
 
 install: $(INSTALLED)
 
@@ -30,12 +30,16 @@ test-slow: $(INSTALLED)
 
 # On a Slurm and a Ray that are started here for it. Slurm comes from Debian's packages, and needs
 # root: `apt-get install slurm-wlm munge`; where there is none its tests are skipped, which says why.
+# EXTRAS is for a machine that can install one of them alone.
 CLUSTERS := $(VENV)/.clusters
+EXTRAS = slurm,ray
 test-clusters: $(CLUSTERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --no-showlocals -m clusters tests/clusters
 
+install-clusters: $(CLUSTERS)
+
 $(CLUSTERS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[slurm,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 lint: $(INSTALLED)

@@ -1,6 +1,7 @@
 """`stability run STUDY.yaml`: train a study, then print its ladder and write its report."""
 
 import dataclasses
+import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
@@ -162,8 +163,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
 
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assemble import quieten_lightning
+    from stability.study.rank_tasks import this_task
     from stability.study.run import has_ended
-    from stability.study.run_one import run_one
+    from stability.study.run_one import follow_one, run_one
     from stability.study.run_study import (
         StudyError,
         changed_protocol,
@@ -186,8 +188,11 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
         try:
             if asked.only and asked.seed is not None:
                 one = (config, asked.out, asked.only, asked.seed)
+                told, task = {"options": options, "observer": display}, this_task(os.environ)
                 with _ending_on_sigterm():
-                    runs = [run_one(*one, options=options, observer=display)]
+                    if task and not task.ranks.is_first:
+                        return HOLDS if follow_one(*one, **told, task=task) else FAILS
+                    runs = [run_one(*one, **told, task=task)]
             elif asked.finish:
                 finish_study(config, runs, display)
             else:
@@ -208,7 +213,13 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
 
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
-    """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one."""
+    """End on SIGTERM as on Ctrl-C: a scheduler that stops a run leaves an interrupted one.
+
+    A handler that the caller of this command has set stays: it knows what else is to be done.
+    """
+    if callable(signal.getsignal(signal.SIGTERM)):
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -231,8 +242,14 @@ def _executor(asked: _Asked, config: StudyConfig, mode: WandbMode) -> "Executor 
     command = StudyCommand(
         words=asked.words(mode), folder=(asked.out / config.name).resolve(), name=config.name
     )
-    kind = {"slurm": SlurmArrays, "ray": RayTasks}[asked.executor]
-    return kind(command, asked.options(asked.executor))
+    options = asked.options(asked.executor)
+    if asked.executor == "ray":
+        return RayTasks(command, options)
+    return SlurmArrays(command, options, _ranks_of)
+
+
+def _ranks_of(run: Any) -> int:
+    return run.config.parallel.ranks
 
 
 def _run_commands(

@@ -9,6 +9,8 @@ by their ids on disk (`job_record`).
 """
 
 import secrets
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,7 +27,7 @@ from stability.execute.job_record import (
     submitting,
     write_arrays,
 )
-from stability.execute.slurm_job import WARNING_S, run_job
+from stability.execute.slurm_job import DEAF_AT_FIRST, WARNING_S, run_job
 from stability.execute.slurm_queue import QueueError, cancel, check_slurm, queued
 from stability.execute.standing import FINISH, Key, Standing
 from stability.records.manifest import has_ended
@@ -33,7 +35,16 @@ from stability.records.paths import StudyPaths
 
 __all__ = ["PlannedArray", "SlurmArrays", "plan_arrays", "standing_jobs"]
 
-OURS = ("array", "dependency", "error", "job-name", "kill-on-invalid-dep", "open-mode", "output")
+OURS = (
+    "array",
+    "dependency",
+    "error",
+    "job-name",
+    "kill-on-invalid-dep",
+    "ntasks",
+    "open-mode",
+    "output",
+)
 """Options of sbatch that are decided here."""
 OF_SUBMITIT = {"array-parallelism": int, "setup": lambda text: [text], "signal-delay-s": int}
 """Options that submitit takes, and how their text is read; all others go to sbatch."""
@@ -103,6 +114,29 @@ def _by_baseline(
         else:
             found += [((seed,), after) for seed in seeds]
     return found
+
+
+def tasks_of(ranks: int, options: Mapping[str, str]) -> dict[str, int]:
+    """Return what sbatch is told of the tasks of a run over so many ranks.
+
+    One task trains all of them as processes of its own if it has the GPUs for it, or if `options`
+    tell nothing of a node's: else each is a task, which `srun` starts, on as many nodes as they
+    take.
+    ValueError for an option that is no number.
+    """
+    tasks, gpus = (_count(options, x) for x in ("ntasks-per-node", "gpus-per-node"))
+    per_node = tasks or gpus
+    if ranks == 1 or not per_node or (ranks <= per_node and not tasks):
+        return {"ntasks": 1}
+    return {"nodes": -(-ranks // per_node), "ntasks": ranks, "ntasks-per-node": per_node}
+
+
+def _count(options: Mapping[str, str], name: str) -> int:
+    """Return the number in an option of sbatch, the 8 of `8` and of `a100:8`; 0 where not given."""
+    text = options.get(name, "0").rpartition(":")[2]
+    if not text.isdecimal():
+        raise ValueError(f"--slurm.{name} must be a number, got {options[name]!r}")
+    return int(text)
 
 
 class SlurmArrays:
@@ -182,7 +216,8 @@ class SlurmArrays:
         now = datetime.now().isoformat(timespec="seconds")
         arrays.append(JobArray(name=name, arm=arm, seeds=seeds, submitted=now))
         write_arrays(self._command.folder, arrays)
-        executor = self._submitit.SlurmExecutor(folder=_folder(self._command.folder))
+        python = f"{DEAF_AT_FIRST} {shlex.quote(sys.executable)}"
+        executor = self._submitit.SlurmExecutor(_folder(self._command.folder), python=python)
         executor.update_parameters(**self._parameters(name, len(seeds), dependency, ranks))
         words, folders = zip(*calls, strict=True)
         try:
@@ -199,7 +234,8 @@ class SlurmArrays:
     def _parameters(self, name: str, count: int, dependency: str, ranks: int) -> dict[str, Any]:
         """Return submitit's parameters of an array of `count` jobs."""
         given = {key: _value(text) for key, text in self._options.items() if key not in OF_SUBMITIT}
-        sbatch = {"requeue": True, "kill-on-invalid-dep": "yes", "ntasks": ranks, **given}
+        sbatch = {"requeue": True, "kill-on-invalid-dep": "yes", **given}
+        sbatch |= tasks_of(ranks, self._options)
         if dependency:
             sbatch["dependency"] = dependency
         own = {

@@ -1,7 +1,8 @@
 """The ranks of a run: processes that train it together, and what they tell one another.
 
-They meet at a store that the process which has started them keeps. Leaves out what each of them
-computes (`layouts`) and how they are started (`study.processes`).
+They meet at a store that the process which has started them keeps, or the first of several such
+(`study.rank_tasks`). Leaves out what each of them computes (`layouts`) and how they are started
+(`study.processes`).
 """
 
 from collections.abc import Iterator
@@ -65,10 +66,13 @@ ALONE = Ranks()
 """Of a run in one process."""
 
 
-def meeting_place(host: str, port: int = 0) -> Any:
-    """Return the store at which ranks meet: one that this process keeps, or the one at `port`."""
+def meeting_place(host: str, port: int = 0, *, keeps: bool = False) -> Any:
+    """Return the store at which ranks meet, at `port` of `host`.
+
+    This process keeps it if it `keeps` it, or if no port is given: then at one that is free.
+    """
     return dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        host, port, is_master=port == 0, wait_for_workers=False, timeout=PATIENCE
+        host, port, is_master=keeps or port == 0, wait_for_workers=False, timeout=PATIENCE
     )
 
 

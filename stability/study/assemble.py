@@ -58,6 +58,7 @@ from stability.study.model_gradients import gradients_of_arm
 from stability.study.start_state import Start, begin, read_start_state
 
 __all__ = [
+    "PROCESS_COUNTS",
     "Parts",
     "assemble",
     "check_alone",
@@ -115,7 +116,7 @@ def resolve_device(config: ArmConfig) -> torch.device:
     return torch.device("cuda" if on_gpu else "cpu")
 
 
-_PROCESS_COUNTS = (
+PROCESS_COUNTS = (
     "WORLD_SIZE",  # torchrun, and most operators of clusters
     "SLURM_STEP_NUM_TASKS",  # srun: not SLURM_NTASKS, which a batch script of one process has too
     "OMPI_COMM_WORLD_SIZE",
@@ -131,7 +132,7 @@ def check_alone() -> None:
 
     A run trains in one process, so each of them would train the same batches.
     """
-    for name in _PROCESS_COUNTS:
+    for name in PROCESS_COUNTS:
         count = os.environ.get(name, "")
         if count not in ("", "1"):
             raise ValueError(

@@ -8,16 +8,18 @@ go on. Leaves out how a fresh process is started (`fresh_process`), which ones a
 (`rank_processes`) and how it is trained (`train_run`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 
 from stability.callbacks.study_observer import StudyObserver
 from stability.records.atomic_files import DiskFullError
 from stability.study.rank_processes import RankProcesses
+from stability.study.rank_tasks import Meeting
 from stability.study.run import Run, needs_no_training
 from stability.study.train_run import TrainOptions
 
-__all__ = ["train_in_processes"]
+__all__ = ["train_in_processes", "train_one_rank"]
 
 
 @dataclass(slots=True)
@@ -71,9 +73,33 @@ def train_in_processes(
     DiskFullError in a child no other run starts; it is raised here once those in training end.
     """
     queue = _Queue(list(enumerate(runs, start=first)))
+
+    def start() -> None:
+        _start_ready(queue, total or len(runs), jobs, options, observer)
+
+    _bring_to_end(queue, start, observer)
+
+
+def train_one_rank(
+    run: Run, options: TrainOptions, observer: StudyObserver, meeting: Meeting
+) -> list[tuple[int, str]]:
+    """Train the rank of this task, of a run whose other ranks other tasks train.
+
+    Returns what has failed in it, by rank. Errors as `train_in_processes`.
+    """
+    ranks = meeting.task.ranks
+    one = RankProcesses.start_one(run, options, meeting.task.local, ranks, meeting.failures)
+    if ranks.is_first:
+        observer.run_started(1, 1, run.arm.name, run.seed, run.last_step)
+    _bring_to_end(_Queue([], [one]), lambda: None, observer)
+    return one.failures
+
+
+def _bring_to_end(queue: _Queue, start: Callable[[], None], observer: StudyObserver) -> None:
+    """Listen to all that trains until nothing does or waits to; `start` starts what may."""
     try:
         while queue.waiting or queue.active:
-            _start_ready(queue, total or len(runs), jobs, options, observer)
+            start()
             if queue.active:
                 _listen_to_all(queue, observer)
     except KeyboardInterrupt:

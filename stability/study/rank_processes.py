@@ -1,5 +1,7 @@
 """The processes that train one run: one, or as many as its layout has ranks.
 
+Where a scheduler has started a task for each rank, on whatever machines, each task has one of them.
+
 The first rank keeps the record and tells of the run; another one tells only how it failed. Where
 one is gone the others can't go on, and say that a connection was lost: what is told of the run is
 the failure that came before, with its rank. Leaves out which run is trained when (`processes`).
@@ -8,6 +10,7 @@ the failure that came before, with its rank. Leaves out which run is trained whe
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -41,11 +44,31 @@ class RankProcesses:
     members: dict[Connection, tuple[int, ForkServerProcess]] = field(default_factory=dict)
     """Those that have not ended: rank and process."""
     disk_full: str = ""
+    is_first: bool = True
+    """Whether the first rank is among them: else another task tells of the run."""
+    elsewhere: Callable[[], list[tuple[int, str]]] = list
+    """Returns what has failed in ranks that other tasks train."""
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    """What has failed in these, by rank."""
     _store: Any = None
     _ending: tuple[str, str] | None = None
     """The state and message that the first rank has told of the run's end."""
-    _failures: list[tuple[int, str]] = field(default_factory=list)
     _deadline: float | None = None
+
+    @classmethod
+    def start_one(
+        cls,
+        run: Run,
+        options: TrainOptions,
+        slot: int,
+        ranks: Ranks,
+        elsewhere: Callable[[], list[tuple[int, str]]],
+    ) -> "RankProcesses":
+        """Start the process of one rank, where other tasks start the others."""
+        started = cls(run, slot, is_first=ranks.is_first, elsewhere=elsewhere)
+        process, ours = start_process(_train_alone, run, options, slot, ranks)
+        started.members[ours] = ranks.rank, process
+        return started
 
     @classmethod
     def start(cls, run: Run, options: TrainOptions, slot: int) -> "RankProcesses":
@@ -74,7 +97,7 @@ class RankProcesses:
 
     def join(self) -> None:
         """Wait until all have ended; ranks that wait for one that is gone are killed."""
-        is_alone = len(self.members) == 1
+        is_alone = self.run.config.parallel.ranks == 1
         end = time.monotonic() + GRACE
         for _, process in self.members.values():
             process.join(None if is_alone else max(0.0, end - time.monotonic()))
@@ -116,7 +139,7 @@ class RankProcesses:
             self._note_failure(rank, how)
 
     def _note_failure(self, rank: int, text: str) -> None:
-        self._failures.append((rank, text))
+        self.failures.append((rank, text))
         self._begin_to_end()
 
     def _begin_to_end(self) -> None:
@@ -126,8 +149,12 @@ class RankProcesses:
 
     def _report(self, observer: StudyObserver) -> None:
         """Tell how the run has ended, once all processes have."""
+        if not self.is_first and not self.failures:
+            return
         state, message = self._ending or ("failed", "")
-        if state == "failed" and len(self._failures) + bool(message):
+        if self.is_first and state == "failed" and (not message or is_lost_connection(message)):
+            self.failures += self.elsewhere()
+        if state == "failed" and len(self.failures) + bool(message):
             message = self._cause(message)
             if self.run.config.parallel.ranks > 1:
                 _put_on_record(self.run, message)
@@ -136,7 +163,7 @@ class RankProcesses:
     def _cause(self, message: str) -> str:
         """Return what has ended a run: the first failure that is no consequence of another."""
         told = [(0, message)] if message else []
-        every = [*self._failures, *told]
+        every = [*self.failures, *told]
         causes = [each for each in every if not is_lost_connection(each[1])] or every
         rank, text = causes[0]
         return (

@@ -116,13 +116,14 @@ def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
 
 
 def check_study(
-    runs: list[Run], jobs: int = 1, *, isolated: bool = False
+    runs: list[Run], jobs: int = 1, *, isolated: bool = False, here: int = 0
 ) -> list[tuple[Run, list[str]]]:
     """Check everything that can be known before training `jobs` runs at once; write nothing.
 
     Returns each run that has ended and what is damaged of it: see `run.reopen`. `isolated`, what
     needs the user's modules is checked in processes of their own: else all that comes later would
-    find what they do to a process.
+    find what they do to a process. `here` is how many ranks of a run train on this machine, 0 for
+    all.
     StudyError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
     directory that holds another run.
@@ -145,7 +146,7 @@ def check_study(
     to_train = [run for run in runs if run.paths in sent_back or not has_ended(run.paths)]
     try:
         # before any model is built, which may itself be beyond memory
-        _check_gpus(to_train)
+        _check_gpus(to_train, here)
         check_memory(to_train, jobs)
         check_disk(to_train, runs[0].paths.root.parent.parent)
         for its_runs in arms.values():
@@ -156,11 +157,11 @@ def check_study(
     return damaged
 
 
-def _check_gpus(runs: list[Run]) -> None:
+def _check_gpus(runs: list[Run], here: int) -> None:
     """ValueError for a run over more ranks than there are GPUs, of which each takes one."""
     count = torch.cuda.device_count()
     for run in runs:
-        ranks = run.config.parallel.ranks
+        ranks = here or run.config.parallel.ranks
         if ranks > 1 and resolve_device(run.config).type == "cuda" and ranks > count:
             raise ValueError(
                 f"parallel must be a layout over at most {count} ranks here, one a GPU, got "

@@ -16,9 +16,10 @@ from tests.conftest import TINY_ARMS, write_tiny
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "stability.cli.main"]
-ARMS = ("baseline", "rerun", "nudge", "fp32")
+ARMS = ("baseline", "nudge", "ranks", "fp32")
+OF_ARMS = TINY_ARMS | {"ranks": {"parallel": {"data": 2}}}
 STEPS, SAVED_EVERY = 90, 5
-PATIENCE_S = 300
+PATIENCE_S = 900
 """For a machine that is busy with other things."""
 
 
@@ -26,6 +27,11 @@ def variables() -> dict[str, str]:
     """Of a process that trains: this checkout, and the threads of all runs alike."""
     path = f"{ROOT}:{ROOT / 'kernels'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def _obey_ctrl_c() -> None:
+    """Undo what a shell does to programs that it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Command:
@@ -37,7 +43,9 @@ class Command:
         self.log = study.parent / "command.log"
         line = [*PROGRAM, "run", str(study), "--out", str(self.out), "--wandb", "disabled", *words]
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(line, env=self.env, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                line, env=self.env, stdout=log, stderr=log, preexec_fn=_obey_ctrl_c
+            )
 
     @property
     def folder(self) -> Path:
@@ -84,7 +92,7 @@ def write_long(tmp_path_factory, text_file) -> Callable[..., Path]:
 
     def write(seeds: tuple[int, ...] = (0, 1), arms: tuple[str, ...] = ARMS) -> Path:
         def edit(content: dict) -> None:
-            content["arms"] = {name: TINY_ARMS[name] for name in arms}
+            content["arms"] = {name: OF_ARMS[name] for name in arms}
             content["yardstick"] = arms[-1]
             content["seeds"] = list(seeds)
             content["base"]["probe"] = {"every": 0}

@@ -38,12 +38,20 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerParameters=sched_interval=2,bf_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+MinJobAge=86400
 ReturnToService=1
 KillWait=5
 MpiDefault=none
-PartitionName=main Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=DEFAULT Nodes={nodes} MaxTime=INFINITE State=UP
+PartitionName=main Default=YES PriorityTier=1 GraceTime={grace_s}
+PartitionName=urgent PriorityTier=2
 """
+GRACE_S = 3600
+"""How long a job of `main` has to end once one of `urgent` needs its node; so long that no test
+takes a requeue by Slurm, at its end, for the job's own."""
 
 
 def lacking() -> str:
@@ -66,10 +74,12 @@ def start(folder: Path, port: int = 27817) -> None:
     words = [f"--{x}={named[y]}" for x, y in (options | {"seed-file": "seed"}).items()]
     _call(folder, "munged", "--force", *words)
     host = socket.gethostname().partition(".")[0]
-    config = CONFIG.format(host=host, port=port, folder=folder, nodes=",".join(NODES))
+    config = CONFIG.format(
+        host=host, port=port, folder=folder, nodes=",".join(NODES), grace_s=GRACE_S
+    )
     for number, node in enumerate(NODES, start=1):
         config += (
-            f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=2 "
+            f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port + number} CPUs=1 "
             "State=UNKNOWN\n"
         )
     (folder / "slurm.conf").write_text(config)
@@ -77,7 +87,8 @@ def start(folder: Path, port: int = 27817) -> None:
     for node in NODES:
         _call(folder, "slurmd", "-c", "-N", node)
     end = time.monotonic() + 30
-    while ask(folder, "sinfo", "-N", "-h", "-o", "%T").split() != ["idle"] * len(NODES):
+    states = "sinfo", "--Node", "--noheader", "--partition=main", "--format=%T"
+    while ask(folder, *states).split() != ["idle"] * len(NODES):
         if time.monotonic() > end:
             raise TimeoutError(f"the nodes are not idle: see {folder}/slurmctld.log")
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""On a real Slurm: arrays that depend on one another, requeues, a lost node, and the same bits."""
+"""On a real Slurm: arrays that depend on one another, a requeue, a preemption, a lost node."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stability.execute.job_record import read_arrays
+from stability.execute.status import RunStatus
 from tests.clusters import slurm_host
 from tests.clusters.conftest import ARMS, Command, is_under_way, variables
 from tests.stability.study.recorded_bits import recorded_bits
@@ -38,7 +39,14 @@ class Story:
         self.slurm = slurm
         self.env = {**slurm_host.variables(slurm), "PYTHONPATH": variables()["PYTHONPATH"]}
         self.env["OMP_NUM_THREADS"] = "1"
-        self.command = Command(study, "--executor", "slurm", env=self.env)
+        self.study = study
+        self.command = self.run()
+        self.disturbed: list[RunStatus] = []
+
+    def run(self) -> Command:
+        # a node has room for one rank, so a run over two is two tasks on two nodes
+        words = "--executor", "slurm", "--slurm.ntasks-per-node=1"
+        return Command(self.study, *words, env=self.env)
 
     def ask(self, *words: str) -> str:
         return slurm_host.ask(self.slurm, *words)
@@ -47,38 +55,54 @@ class Story:
         said = self.ask("scontrol", "show", "job", job, "--oneliner")
         return int(said.partition("Restarts=")[2].split()[0])
 
-    def start_again(self) -> None:
+    def under_way(self, arms: tuple[str, ...] = ARMS) -> RunStatus:
+        """Wait until a run to which nothing was done yet is in the middle; return it."""
+        done = [(run.arm, run.seed) for run in self.disturbed]
+
+        def found(runs: dict[tuple[str, int], RunStatus]) -> RunStatus | None:
+            left = (run for key, run in runs.items() if key not in done and run.arm in arms)
+            return next(filter(is_under_way, left), None)
+
+        self.disturbed.append(self.command.until(found))
+        return self.disturbed[-1]
+
+    def start_again(self, *runs: RunStatus) -> None:
         """Let requeued jobs start as soon as they have died: Slurm waits two minutes by itself."""
-        said = self.ask("squeue", "-h", "--array", "--states=pending", "-o", "%i %A %r")
-        for job, number, reason in (line.split(maxsplit=2) for line in said.splitlines()):
-            if reason != "BeginTime":
-                continue
-            self.command.until(lambda runs, x=number: slurm_host.has_died(x))
-            self.ask("scontrol", "update", f"jobid={job}", "starttime=now")
+        for run in runs:
+            number = self.command.until(lambda _, run=run: self._pending(run.job))
+            self.command.until(lambda _, number=number: slurm_host.has_died(number))
+            self.ask("scontrol", "update", f"jobid={run.job}", "starttime=now")
+
+    def _pending(self, job: str) -> str:
+        """Return the number of a job that is pending; empty while its last turn still ends."""
+        said = self.ask("squeue", "-h", "--array", f"--job={job}", "-o", "%T %A")
+        state, _, number = said.strip().partition(" ")
+        return number if state == "PENDING" else ""
 
 
 @pytest.fixture(scope="module")
 def story(slurm, write_long) -> Story:
-    """Train the study: detach, requeue a baseline, lose the node of a candidate, attach again."""
+    """Train the study: detach, requeue a run, preempt one, attach again, lose a node of one."""
     story = Story(slurm, write_long())
     first = story.command
     story.queued = first.until(lambda runs: runs if ("", 0) in runs else None)
     story.code_of_ctrl_c = first.interrupt()
-    key = "baseline", 0
-    story.requeued = first.until(lambda runs: runs[key] if is_under_way(runs[key]) else None)
-    story.ask("scontrol", "requeue", story.requeued.job)
-    story.start_again()
-    # while the job is away the same command finds it, and submits nothing
-    story.command = first = Command(first.study, "--executor", "slurm", env=story.env)
-
-    def lost(runs):
-        return next((r for r in runs.values() if r.arm in ARMS[1:] and is_under_way(r)), None)
-
-    story.lost = first.until(lost)
-    story.ask("scontrol", "update", f"nodename={story.lost.node}", "state=down", "reason=test")
-    first.until(lambda runs: runs[story.lost.arm, story.lost.seed].state != "training")
-    story.ask("scontrol", "update", f"nodename={story.lost.node}", "state=resume")
-    story.start_again()
+    requeued = story.under_way(ARMS[:1])
+    story.ask("scontrol", "requeue", requeued.job)
+    preempted = story.under_way()
+    urgent = ["--partition=urgent", f"--nodelist={preempted.node}", "--output=/dev/null"]
+    story.ask("sbatch", *urgent, "--wrap=true")
+    first.until(lambda runs: story.restarts(preempted.job))
+    story.start_again(requeued, preempted)
+    # while jobs are away the same command finds them, and submits nothing
+    story.command = first = story.run()
+    lost = story.under_way(("ranks",))
+    assert story.ask("scontrol", "show", "hostnames", lost.node).split() == [*slurm_host.NODES]
+    node = f"nodename={slurm_host.NODES[1]}"  # that of the second rank
+    story.ask("scontrol", "update", node, "state=down", "reason=test")
+    first.until(lambda runs: runs[lost.arm, lost.seed].state != "training")
+    story.ask("scontrol", "update", node, "state=resume")
+    story.start_again(lost)
     story.code = first.ended()
     return story
 
@@ -87,7 +111,7 @@ def test_ctrl_c_leaves_jobs_and_the_same_command_attaches(story):
     text = story.command.log.read_text()
     assert story.code_of_ctrl_c == 130
     assert "9 jobs submitted to Slurm, 0 under way" in text
-    assert re.search(r"0 jobs submitted to Slurm, [89] under way", text)
+    assert re.search(r"0 jobs submitted to Slurm, [5-9] under way", text)
     assert story.code == 0, text
     assert len(read_arrays(story.command.folder)) == len(ARMS) + 1
 
@@ -100,9 +124,9 @@ def test_candidates_wait_for_their_baseline_in_arrays(story):
     assert {run.job.partition("_")[2] for run in candidates} == {"0", "1"}
 
 
-def test_a_requeue_and_a_lost_node_change_no_bit(story, trained_here):
-    assert story.restarts(story.requeued.job) == 1
-    assert story.restarts(story.lost.job) == 1
+def test_a_requeue_a_preemption_and_a_lost_node_change_no_bit(story, trained_here):
+    assert len({(run.arm, run.seed) for run in story.disturbed}) == 3
+    assert [story.restarts(run.job) for run in story.disturbed] == [1, 1, 1]
     found, expected = recorded_bits(story.command.folder), recorded_bits(trained_here)
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name]] == []

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from stability.execute.executor import StudyCommand
 from stability.execute.job_record import JobArray
-from stability.execute.slurm import SlurmArrays, plan_arrays
+from stability.execute.slurm import SlurmArrays, plan_arrays, tasks_of
 from tests.stability.execute.runs import end, plain_runs
 
 ARMS = ("baseline", "nudge", "fp32")
@@ -80,6 +80,27 @@ def test_ranks_are_asked_for_each_arm(tmp_path):
     runs = plain_runs(tmp_path, ARMS, (0,))
     planned = plan_arrays(runs, _not_queued, lambda run: 4 if run.arm.name == "fp32" else 1)
     assert {each.arm: each.ranks for each in planned} == {"baseline": 1, "nudge": 1, "fp32": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "expected"),
+    [
+        (1, {"gpus-per-node": "8"}, {"ntasks": 1}),
+        (8, {}, {"ntasks": 1}),
+        (8, {"gpus-per-node": "8"}, {"ntasks": 1}),
+        (8, {"gpus-per-node": "a100:4"}, {"nodes": 2, "ntasks": 8, "ntasks-per-node": 4}),
+        (9, {"gpus-per-node": "4"}, {"nodes": 3, "ntasks": 9, "ntasks-per-node": 4}),
+        (2, {"ntasks-per-node": "4"}, {"nodes": 1, "ntasks": 2, "ntasks-per-node": 4}),
+        (4, {"ntasks-per-node": "1", "gpus-per-node": "8"}, {"nodes": 4, "ntasks": 4}),
+    ],
+)
+def test_ranks_that_one_node_has_no_room_for_are_tasks_on_several(ranks, options, expected):
+    assert expected.items() <= tasks_of(ranks, options).items()
+
+
+def test_an_option_that_must_be_a_number_is_named():
+    with pytest.raises(ValueError, match=r"--slurm\.gpus-per-node must be a number, got 'a100'"):
+        tasks_of(8, {"gpus-per-node": "a100"})
 
 
 def test_what_lacks_is_named(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def test_a_run_that_is_held_is_waited_for(write_study, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSE_S", 0.0)
     held = iter([True, True, False])
     monkeypatch.setattr(module, "is_held", lambda paths: next(held))
-    monkeypatch.setattr(module, "check_study", lambda runs, isolated: [])
+    monkeypatch.setattr(module, "check_study", lambda runs, isolated, here: [])
     trained = []
     monkeypatch.setattr(module, "train_in_processes", lambda runs, *rest: trained.extend(runs))
     run = run_one(study, tmp_path, "baseline", 0, options=OPTIONS, observer=observer)
