@@ -131,6 +131,7 @@ def test_of_any_shape_and_seed_they_are_the_definition(sizes, lengths, causal, p
         assert_close(ours, expected, 10 * FP64_RTOL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "shape"),
     one_in(

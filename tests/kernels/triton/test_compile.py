@@ -241,6 +241,7 @@ def in_child(arch, only, folder):
     return json.loads(done.stdout)[str(arch)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_fast_path_of_each_head_dim_fits_and_spills_nothing(arch, tmp_path):

@@ -140,6 +140,7 @@ def test_a_killed_run_beside_another_is_told_and_trained_by_the_next_command(who
     _check_bits(whole, running.out)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_command_takes_its_runs_along_and_the_next_goes_on(whole, command):
     running = _with_two_in_training(command)

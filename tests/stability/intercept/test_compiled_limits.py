@@ -43,6 +43,7 @@ class _Biased(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.long
 @unseen
 @inductor
 @pytest.mark.slow
@@ -256,6 +257,7 @@ class _Router(nn.Module):
         return self.gate(x).softmax(-1) @ self.experts
 
 
+@pytest.mark.long
 @unseen
 @inductor
 @pytest.mark.slow

@@ -300,6 +300,7 @@ def _compile_encoder_layers(model):
     return model
 
 
+@pytest.mark.long
 @inductor
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_model", [torch.compile, _compile_encoder_layers])

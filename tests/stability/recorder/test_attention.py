@@ -159,6 +159,7 @@ def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: 
     assert study.drift("mine")[4] < 0.01
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", others_long(["sdpa", "eager"], slow=["sdpa"]))
 def test_it_takes_the_place_in_a_model_of_hugging_face(

@@ -27,6 +27,7 @@ def test_a_script_that_inductor_compiles_is_recorded_and_paired(
     hold_to_a_study(compiled_study(tmp_path, monkeypatch, "compiled.py", *INDUCTOR), 6, capsys)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_graph_that_is_compiled_again_for_a_last_batch_was_given_the_plain_scripts_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -145,6 +145,7 @@ def test_a_variable_that_was_declared_is_a_pair(study: Study, capsys) -> None:
     assert "env.MY_LR differs, and nothing else that was seen" in said
 
 
+@pytest.mark.long
 def test_a_flag_of_a_module_that_a_shell_script_starts_is_the_one_change(
     study: Study, capsys, tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_two_configs_that_differ_in_more_than_a_line_are_unproven(
     assert is_said != is_proven
 
 
+@pytest.mark.long
 def test_a_file_that_a_run_writes_is_unproven(study: Study, capsys, tmp_path: Path) -> None:
     shell = study('echo "$$" >> log.txt; exec "$PY" train.py --log log.txt\n')
     (tmp_path / "log.txt").write_text("")
@@ -207,6 +209,7 @@ def test_a_file_that_a_run_writes_is_unproven(study: Study, capsys, tmp_path: Pa
     assert "the same log.txt (other content, and a run writes into it)" in said
 
 
+@pytest.mark.long
 def test_a_program_that_is_in_no_file_is_unproven(study: Study, capsys) -> None:
     shell = study('"$PY" - < train.py\n')
     assert shell.record("baseline") == 0

@@ -301,6 +301,7 @@ print("weights", hashlib.sha256(bits).hexdigest())
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_script_that_wraps_modules_itself_keeps_its_bits_and_its_losses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -84,6 +84,7 @@ def test_other_held_out_data_are_said_and_not_compared(
     assert "held-out losses of other are of other data than the baseline's" in evidence.sentence
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
@@ -103,6 +104,7 @@ def test_what_can_not_be_told_is_said_and_not_used(
     assert "held_out" not in study.manifest("baseline").hashes
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_that_is_evaluated_is_held_out_where_the_user_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -140,6 +142,7 @@ def test_a_function_is_called_at_the_snapshots_and_changes_no_bit(
     assert held_out(study)[12] == pytest.approx(found[12], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "sentence"),
@@ -266,6 +269,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "said"),

@@ -120,6 +120,7 @@ def test_a_process_that_is_killed_has_not_finished(tmp_path: Path, said) -> None
     assert study.manifest("baseline").state == "failed"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_trainings_that_are_no_group_are_refused(tmp_path: Path, said) -> None:
     inner = script(tmp_path, TRAINS.replace("{seed}", "0") + "update(torch.ones(1, 3))\n", "one.py")
@@ -187,6 +188,7 @@ def test_weights_of_other_shapes_are_refused(tmp_path: Path, said) -> None:
     assert re.search(r"must have the baseline's shape \(.*16.*\), has \(.*8.*\)", said())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_weights_of_other_names_are_refused(tmp_path: Path, said) -> None:
     text = TRAINS.replace(
@@ -198,6 +200,7 @@ def test_weights_of_other_names_are_refused(tmp_path: Path, said) -> None:
     assert "weights must be those of the baseline, this run has no bias" in said()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_is_shorter_than_the_baseline_is_refused(tmp_path: Path, said) -> None:
     study = Recording(tmp_path, words("plain.py"))
@@ -208,6 +211,7 @@ def test_a_run_that_is_shorter_than_the_baseline_is_refused(tmp_path: Path, said
     assert study.manifest("long").step == 6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_seed_that_is_not_passed_on_is_no_repetition(tmp_path: Path, said) -> None:
     study = study_of(tmp_path, TRAINS.replace("{seed}", "7") + "update(torch.ones(1, 3))\n")
@@ -230,6 +234,7 @@ def test_a_nudge_that_the_script_undoes_is_refused(tmp_path: Path, said) -> None
     assert "the nudge was undone: weight was set anew after the start" in said()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_step_that_is_compiled_as_a_whole_is_said(tmp_path: Path, said) -> None:
     study = Recording(tmp_path, words("compiled.py", "--whole-step", "--backend", "eager"))
@@ -313,6 +318,7 @@ def test_no_command_and_no_such_command_are_refused(tmp_path: Path, said) -> Non
     assert "pythons: No such file or directory" in said()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_does_not_count_and_is_recorded_anew(

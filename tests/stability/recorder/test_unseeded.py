@@ -82,6 +82,7 @@ def test_a_training_with_unseeded_noise_is_named_and_its_rerun_is_the_floor(
     assert "training is not deterministic" in (study.folder / "report.html").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "where"),

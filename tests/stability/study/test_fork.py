@@ -230,6 +230,7 @@ def test_to_plan_a_fork_imports_no_module_of_the_users_here(parent):
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_fork_goes_on_to_the_same_bits(write_study, tmp_path):
     # all of it in processes of the command: one that has imported more is another one

@@ -123,6 +123,7 @@ def test_all_arms_begin_from_one_trained_state(
     assert not late.paths("later").root.exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_checkpoint_is_a_change_of_its_own(late: Late) -> None:
     late.checkpoint()

@@ -169,6 +169,7 @@ def test_a_commit_is_an_arm_and_the_checkout_stays_as_it_is(
     assert len(made) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_commit_whose_sources_are_the_working_trees_does_not_count(
     commands: Commands, capsys: pytest.CaptureFixture[str]
@@ -252,6 +253,7 @@ def test_two_changes_that_are_allowed_are_called_confounded(
     assert "confounded" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     commands: Commands, capsys: pytest.CaptureFixture[str]
