@@ -4,8 +4,8 @@ Time. Of each arm three updates are made without probe, and two with it; the fir
 and does not count. A run is its updates, those at which the probe looks, and what lay beside the
 updates in the trial: building the model, reading the text, the first and last snapshot. Arms that
 differ in their seed or nudge alone are timed once. Evaluations between the first and last snapshot,
-distances, planted faults and the report are left out: a study takes somewhat longer. Of a run over
-ranks one rank's part is timed, alone: what ranks wait for each other is left out.
+distances, planted faults and the report are left out: a study takes somewhat longer. A run over
+ranks is timed over as many, on this machine.
 
 Disk. Snapshots with their sketches, checkpoints and predictions follow from the config
 (`size_check`), and which of them stay from the study's `keep` (`storage`); what is sure to be equal
@@ -29,13 +29,16 @@ from lightning.pytorch import Callback
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.convert import to_dict
 from stability.config.schema import ArmConfig, NudgeConfig, SeedConfig, WatchConfig
+from stability.model.ranks import ALONE, Ranks, joined, part
 from stability.probe.schedule import Schedule
+from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, fit, load_data, make_trainer, resolve_device
+from stability.study.call_over_ranks import call_over_ranks
 from stability.study.fresh_process import call_for
 from stability.study.memory_estimate import Estimate, estimate_memory
 from stability.study.run import Run
@@ -119,7 +122,7 @@ def cost_of(runs: Sequence[Run], keep: str, *, isolated: bool = True) -> StudyCo
         alike = replace(run.config, seed=SeedConfig(), nudge=NudgeConfig())
         key = json.dumps(to_dict(alike), sort_keys=True)
         if key not in trials:
-            trials[key] = call_for(alike, time_arm, alike) if isolated else time_arm(alike)
+            trials[key] = _timed(alike, isolated=isolated)
         known = trials[key]
         looks = _looks(run)
         seconds += known.start_seconds + (run.last_step - looks) * known.update_seconds
@@ -171,16 +174,32 @@ def _looks(run: Run) -> int:
     return sum(of_layers.is_due(step) or of_gradient.is_due(step) for step in range(run.last_step))
 
 
-def time_arm(config: ArmConfig) -> Trial:
-    """Train a few updates of an arm in a temporary folder, and return what they have taken."""
+def _timed(config: ArmConfig, *, isolated: bool) -> Trial:
+    if config.parallel.ranks > 1:
+        return call_over_ranks(config.parallel.ranks, time_arm, config)[0]
+    return call_for(config, time_arm, config) if isolated else time_arm(config)
+
+
+def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
+    """Train a few updates of an arm in a temporary folder, and return what they have taken.
+
+    Of several `ranks` each has to call it; the first one's answer holds.
+    """
+    with joined(ranks, resolve_device(config)):
+        found = _time_arm(config, ranks)
+        part(ranks)
+    return found
+
+
+def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
     off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
-    plain = _trained(replace(config, probe=off), 3)
+    plain = _trained(replace(config, probe=off), 3, ranks)
     looked = None
     if config.probe.is_on or config.probe.gradient_every:
         gradient = min(1, config.probe.gradient_every)
         layers = min(1, int(config.probe.is_on))
         on = replace(config.probe, every=layers, steps=(), per_decade=0, gradient_every=gradient)
-        looked = _trained(replace(config, probe=on), 2)
+        looked = _trained(replace(config, probe=on), 2, ranks)
     return Trial(
         update_seconds=min(plain.seconds[1:]),
         look_seconds=looked.seconds[-1] if looked else 0.0,
@@ -225,27 +244,30 @@ class _Clock(Callback):
         self.sizes.append(self._file.position())
 
 
-def _trained(config: ArmConfig, steps: int) -> _Trained:
+def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
     train = replace(config.train, steps=steps, checkpoint_every=10 * steps, snapshot_steps=())
     config = replace(config, train=train, watch=WatchConfig(every=min(1, config.watch.every)))
     began = time.perf_counter()
-    parts, data = assemble(config), load_data(config)
+    parts, data = assemble(config), load_data(config, ranks)
     with tempfile.TemporaryDirectory(prefix="trial-") as folder:
         files = RunFiles.unnamed(Path(folder))
         log = MetricLog(files.paths.metrics)
-        writer = RunWriter(files, log)
+        writer = RunWriter(files, log, ranks=ranks)
+        witness = Witnessing(parts.model, steps, before={}, save=writer.witnessed)
         door = TrainerDoor(
-            writer,
+            writer if ranks.is_first else FollowingWriter(ranks),
             parts.model,
             {0, steps},
-            Witnessing(parts.model, steps, before={}, save=writer.witnessed),
+            witness if ranks.is_first else FollowingWitness(),
             held_out=data.held_out_batches,
             kept=config.held_out.prediction_batches,
+            ranks=ranks,
+            parallel=config.parallel,
         )
         clock = _Clock(log)
         try:
             callbacks = [*parts.callbacks, door, clock]
-            trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, steps)
+            trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, steps, ranks)
             fit(trainer, parts, data)
             door.end(trainer)
         finally:

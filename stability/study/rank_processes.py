@@ -17,12 +17,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-import torch
-
 from stability.callbacks.study_observer import StudyObserver
 from stability.model.ranks import ALONE, Ranks, is_lost_connection, meeting_place
 from stability.records.atomic_files import DiskFullError
 from stability.records.manifest import ENDED, read_manifest, write_manifest
+from stability.study.call_over_ranks import see_one_gpu
 from stability.study.follow_run import follow
 from stability.study.fresh_process import Relay, how_it_ended, received, start_process
 from stability.study.run import Run, RunConflictError, locked
@@ -186,7 +185,7 @@ def _train_alone(
     connection: Connection, run: Run, options: TrainOptions, slot: int, ranks: Ranks
 ) -> None:
     """Train a rank's part of a run; the main function of a process. `slot` selects a GPU."""
-    _see_one_gpu(slot)
+    see_one_gpu(slot)
     if not ranks.is_first:
         _follow(connection, run, options, ranks)
         return
@@ -212,10 +211,3 @@ def _follow(connection: Connection, run: Run, options: TrainOptions, ranks: Rank
     except Exception as error:
         with suppress(OSError):
             connection.send(("rank_failed", f"{type(error).__name__}: {error}"))
-
-
-def _see_one_gpu(slot: int) -> None:
-    if torch.cuda.device_count() > 1:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        devices = visible if visible[0] else [str(i) for i in range(torch.cuda.device_count())]
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]

@@ -1,12 +1,11 @@
 """Short trainings over ranks, in processes that are started once for many of them."""
 
 import tempfile
-import traceback
 from contextlib import nullcontext
 from pathlib import Path
 
 from stability.model.layouts import whole_state
-from stability.model.ranks import ALONE, Ranks, is_lost_connection, joined, meeting_place, part
+from stability.model.ranks import ALONE, joined, part
 from stability.recorder.following import FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import Witnessing
@@ -14,34 +13,8 @@ from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog, read_metrics
 from stability.records.run_files import RunFiles
 from stability.study.assemble import assemble, fit, load_data, make_trainer, resolve_device
-from stability.study.fresh_process import received, start_process
 from stability.study.process_switches import switched
 from stability.tracking.loggers import RecordsLogger
-
-
-def over_ranks(count, function, *args):
-    """Return what `function(*args, ranks)` gives on each rank; RuntimeError if one raises."""
-    store = meeting_place(ALONE.host)
-    started = [
-        start_process(_called, function, args, Ranks(rank=rank, count=count, port=store.port))
-        for rank in range(count)
-    ]
-    answers = [received(*each) or ("raised", "gave no answer") for each in started]
-    for process, _ in started:
-        process.join()
-    failed = [value for what, value in answers if what == "raised"]
-    if failed:
-        # one that has lost the others says nothing of why
-        raise RuntimeError(next((x for x in failed if not is_lost_connection(x)), failed[0]))
-    return [value for _, value in answers]
-
-
-def _called(connection, function, args, ranks):
-    try:
-        connection.send(("returned", function(*args, ranks)))
-    except Exception as error:
-        traceback.print_exc()
-        connection.send(("raised", f"rank {ranks.rank}: {type(error).__name__}: {error}"))
 
 
 def train_all(configs, ranks):

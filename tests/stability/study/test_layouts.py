@@ -22,12 +22,13 @@ from stability.model.ranks import ALONE, PATIENCE, Ranks
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.study.assemble import load_data
+from stability.study.call_over_ranks import call_over_ranks
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.observer_gate import check_observer
 from stability.study.run_study import StudyError, check_study, plan_study, run_study
 from stability.study.train_run import TrainOptions
 from tests.conftest import SilentObserver, write_tiny
-from tests.stability.study.layout_ranks import over_ranks, train_all
+from tests.stability.study.layout_ranks import train_all
 
 TWO = {
     "ddp": ParallelConfig(data=2),
@@ -94,7 +95,7 @@ def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
         },
         ALONE,
     )
-    first, second = over_ranks(2, train_all, laid_out(base, TWO, precision=precision))
+    first, second = call_over_ranks(2, train_all, laid_out(base, TWO, precision=precision))
     for name in ("ddp", "fsdp"):
         assert same_bits(first[name], one["accumulated"]), name
     # every rank has gathered the same
@@ -119,7 +120,7 @@ def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
 def test_in_fp64_every_layout_computes_the_same(base):
     """A part that is counted twice, or not at all, can't hide behind rounding."""
     one = train_all({"one": replace(base, precision="64-true")}, ALONE)["one"]
-    runs = over_ranks(4, train_all, laid_out(base, FOUR, precision="64-true"))[0]
+    runs = call_over_ranks(4, train_all, laid_out(base, FOUR, precision="64-true"))[0]
     for name, run in runs.items():
         assert run["batches"] == one["batches"]
         assert distance(run, one) < 1e-14, name
@@ -130,16 +131,16 @@ def test_in_fp64_every_layout_computes_the_same(base):
 @pytest.mark.slow
 def test_a_run_over_ranks_repeats_to_the_bit(base):
     again = {f"{name}, again": each for name, each in TWO.items()}
-    first = over_ranks(2, train_all, laid_out(base, TWO | again, precision="16-mixed"))[0]
+    first = call_over_ranks(2, train_all, laid_out(base, TWO | again, precision="16-mixed"))[0]
     for name in TWO:
         assert same_bits(first[name], first[f"{name}, again"]), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "sequence"])
-def test_looking_changes_no_bit_over_ranks(base, layout):
+def test_looking_changes_no_bit_call_over_ranks(base, layout):
     config = replace(base, parallel=TWO[layout], precision="bf16-mixed")
-    assert all(check.equal for check in over_ranks(2, _checked, config))
+    assert all(check.equal for check in call_over_ranks(2, _checked, config))
 
 
 def _checked(config, ranks):
