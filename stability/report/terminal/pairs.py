@@ -117,7 +117,11 @@ def _first_of(names: Sequence[str]) -> str:
 def _anew(count: int, sketched: int = 0) -> str:
     said = f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
     if sketched:
-        said += f"; {_count(range(sketched), 'drift')} of dropped snapshots checked by sketch"
+        # a sketch is of all weights together
+        said += (
+            f"; {_count(range(sketched), 'drift')} of dropped snapshots checked by sketch, rel_l2 "
+            "of all weights alone"
+        )
     return said
 
 

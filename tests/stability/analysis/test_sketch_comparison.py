@@ -11,41 +11,8 @@ from stability.metrics.drift import drift
 from stability.metrics.weight_hash import weight_hash
 from stability.metrics.weight_sketch import RELATIVE_SD, weight_sketch
 from stability.records.run_files import RunFiles
-from stability.records.snapshots import write_snapshot
 from stability.records.weight_files import open_weights
-from stability.records.weight_sketches import StoredSketch, write_weight_sketch
-
-
-def state_of(seed, moved=0.0):
-    generator = torch.Generator().manual_seed(0)
-    x = {f"h.{i}.w": torch.randn(60, 50, generator=generator) for i in range(4)}
-    x["norm.scale"] = torch.ones(())
-    noise = torch.Generator().manual_seed(seed)
-    # a counter is no weight
-    return {
-        **{name: w + moved * torch.randn(w.shape, generator=noise) for name, w in x.items()},
-        "steps": torch.tensor(3),
-    }
-
-
-def run_with(folder, states, keep=(), sketched=True):
-    """A run with a snapshot of each step, of which those not in `keep` are dropped."""
-    files = RunFiles.unnamed(folder)
-    for step, state in states.items():
-        write_snapshot(files.paths.snapshot(step), state)
-        files.add(files.paths.snapshot(step))
-        if sketched:
-            found = weight_sketch(state)
-            stored = StoredSketch(
-                weights=weight_hash(state),
-                outline=found.outline,
-                outside=found.outside,
-                buckets=found.buckets,
-            )
-            write_weight_sketch(files.paths.sketch(step), stored)
-            files.add(files.paths.sketch(step))
-    files.drop(files.paths.snapshot(step) for step in states if step not in keep)
-    return folder
+from tests.stability.analysis.dropped_runs import run_with, state_of
 
 
 @pytest.mark.parametrize("moved", [1e-7, 1e-3, 1.0])
@@ -125,7 +92,7 @@ def test_other_models_are_refused_with_the_name_that_differs(tmp_path):
         compare_by_sketch((run, 4), (tmp_path / "x.safetensors", None))
     # without any snapshot there is no name to tell
     bare = run_with(tmp_path / "bare", {4: a})
-    with pytest.raises(ValueError, match="got other ones: .*bare, step 4 and "):
+    with pytest.raises(ValueError, match=r"got other ones: .*bare, step 4 and "):
         compare_by_sketch((bare, 4), (wide, 4))
 
 
@@ -133,7 +100,7 @@ def test_a_sketch_that_is_damaged_or_missing_is_named(tmp_path):
     run, other = (run_with(tmp_path / x, {4: state_of(0)}) for x in "ab")
     path = RunFiles.unnamed(run).paths.sketch(4)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match="sketches/step-00000004.safetensors: is damaged"):
+    with pytest.raises(ValueError, match=r"sketches/step-00000004\.safetensors: is damaged"):
         compare_by_sketch((run, 4), (other, 4))
     bare = run_with(tmp_path / "bare", {4: state_of(0)}, sketched=False)
     with pytest.raises(ValueError, match="was dropped, and there is no sketch of it; --retrain"):

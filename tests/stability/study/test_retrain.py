@@ -101,20 +101,22 @@ def test_other_bits_are_refused_with_what_differs(study):
     known = run_of(study, "baseline")
     manifest = read_manifest(known.manifest)
     other = {**manifest.dropped, "snapshots/step-00000004.safetensors": "0" * 64}
-    environment = {**manifest.environment, "torch": "1.0"}
+    environment = {**manifest.environment, "package.torch": "1.0"}
     write_manifest(known.manifest, replace(manifest, dropped=other, environment=environment))
-    with pytest.raises(ValueError, match=r"ends in other bits: environment.torch .* the first one"):
+    with pytest.raises(
+        ValueError, match=r"ends in other bits: environment\.package\.torch must be the first one"
+    ):
         retrain(known, "its checkpoint", SilentObserver(), isolated=False)
     # the same machine, and other weights all the same
     write_manifest(known.manifest, replace(manifest, dropped=other))
-    with pytest.raises(ValueError, match="step-00000004.safetensors is another file; what was"):
+    with pytest.raises(ValueError, match=r"step-00000004\.safetensors is another file; what was"):
         retrain(known, "its checkpoint", SilentObserver(), isolated=False)
 
 
 def test_another_machine_with_the_same_bits_is_taken(study):
     known = run_of(study, "baseline")
     manifest = read_manifest(known.manifest)
-    environment = {**manifest.environment, "torch": "1.0"}
+    environment = {**manifest.environment, "package.torch": "1.0"}
     write_manifest(known.manifest, replace(manifest, environment=environment))
     assert retrain(known, "its checkpoint", SilentObserver(), isolated=False)
 
