@@ -4,11 +4,9 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from stability.analysis.sketch_comparison import is_sketch_alone
 from stability.cli.output import HOLDS, print_json
 from stability.cli.retrained import with_snapshot
 from stability.records.paths import RunPaths, check_exists, is_run
-from stability.records.run_files import recorded_steps
 
 __all__ = ["compare"]
 
@@ -50,6 +48,8 @@ def compare(
     runs = [path for path in (a, b) if is_run(path)]
     if step is not None and not runs:
         raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")
+    from stability.analysis.sketch_comparison import is_sketch_alone  # heavy: numpy
+
     if step is None and len(runs) == 2:
         step = _last_common_step(a, b)
     steps = [step if path in runs else None for path in (a, b)]
@@ -128,6 +128,8 @@ def _last_common_step(a: Path, b: Path) -> int | None:
 
     One that was dropped counts too: an earlier step would be another question.
     """
+    from stability.records.run_files import recorded_steps  # heavy: numpy
+
     steps_a, steps_b = (recorded_steps(RunPaths(path)) for path in (a, b))
     common = set(steps_a) & set(steps_b)
     if common or not (steps_a and steps_b):

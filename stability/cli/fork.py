@@ -124,11 +124,11 @@ def bisect(
     from stability.study.bisect import halve, plan_layers, plan_points, step_to_compare
     from stability.study.fork import fork_drifts, plan_fork
 
+    until = step_to_compare(parent, at, until)
     plan = plan_layers if over == "layers" else plan_points
     parts, change = plan(parent, changes or {})
     plan_fork(parent, at, change(tuple(parts)))  # what can't be forked is refused before it trains
     parent = with_checkpoint(parent, at)
-    until = step_to_compare(parent, at, until)
 
     def measure(some: tuple[str, ...]) -> float:
         planned = plan_fork(parent, at, change(some), until=until)

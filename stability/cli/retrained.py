@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths, is_run
-from stability.records.run_files import recorded_steps
 
 if TYPE_CHECKING:
     from stability.callbacks.study_observer import StudyObserver
@@ -24,6 +22,8 @@ def with_checkpoint(run: RunPaths, at: int) -> RunPaths:
 
     Errors as `study.retrain.retrain`.
     """
+    from stability.records.manifest import read_manifest  # heavy: numpy
+
     if run.name_of(run.checkpoint(at)) not in read_manifest(run.manifest).dropped:
         return run
     from stability.study.retrain import retrain  # heavy: torch and Lightning
@@ -40,6 +40,9 @@ def with_snapshot(folder: Path, step: int | None) -> Path:
     """
     if not is_run(folder):
         return folder
+    from stability.records.manifest import read_manifest  # heavy: numpy
+    from stability.records.run_files import recorded_steps
+
     run = RunPaths(folder.resolve())
     step = max(recorded_steps(run), default=None) if step is None else step
     dropped = read_manifest(run.manifest).dropped

@@ -75,6 +75,7 @@ def retrain(
     where it ends in other bits; RunConflictError if the folder holds another run.
     """
     run = plan_retraining(known)
+    was_there = run.paths.manifest.exists()
     updates = f"{run.last_step} updates"
     said = _WANTED.format(what=what, updates=updates, folder=run.paths.root)
     observer.run_noted(run.arm.name, run.seed, said)
@@ -83,10 +84,12 @@ def retrain(
         raise ValueError(f"{run.paths.root}: {found.state}: {found.message}")
     other = _other_bits(read_manifest(known.manifest), found)
     if other:
-        raise ValueError(
-            f"{known.root}: trained anew it ends in other bits: {other}; what was dropped can't be "
-            f"had again, and {run.paths.root} is another run"
+        hope = (
+            f"move {run.paths.root} away to try once more"
+            if was_there
+            else (f"what was dropped can't be had here, and {run.paths.root} is another run")
         )
+        raise ValueError(f"{known.root}: trained anew it ends in other bits: {other}; {hope}")
     return run.paths
 
 
