@@ -117,8 +117,8 @@ def test_a_candidate_whose_weights_were_dropped_is_trained_anew_for_the_same_ass
     made = assay.update_assays(
         folder, runs, study.policy, lambda *note: pytest.fail(str(note)), measure=measure
     )
-    assert made == [before]
-    assert read_assay(folder, "fa2") == before
+    assert [record.arm for record in made] == ["fa2"]
+    assert repr(read_assay(folder, "fa2")) == repr(before)  # a share of few looks is NaN
     assert "its snapshot of step 2 was dropped by the study's keep" in observer.notes[0]
     # the record is that of the study's run, and is made once
     assert _again(study, folder) == ([], [])
@@ -147,7 +147,7 @@ def test_only_a_candidate_that_awaits_faults_keeps_its_weights(
     monkeypatch.setattr(run_study, "failed_arms", lambda *_: {"fa2"} if has_failed else set())
     run_quietly(replace(study, keep="none"), folder.parent)
     runs = {run.arm.name: run.paths for run in plan_study(study, folder.parent)}
-    assert snapshot_steps(runs["fa2"]) == ([0] if has_failed else [0, 2, 4, 6])
+    assert snapshot_steps(runs["fa2"]) == ([0] if has_failed else [0, 1, 2, 4, 6])
     assert snapshot_steps(runs["broken"]) == [0]
 
 
