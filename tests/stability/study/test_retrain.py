@@ -218,3 +218,10 @@ def test_compare_trains_anew_on_demand_alone_and_is_exact_then(study, whole, cap
     told, true = (x["drift"]["all"]["rel_l2"] for x in (sketched, exact))
     assert told == pytest.approx(true, rel=5 * sketched["by_sketch"]["relative_sd"])
     assert told > 0
+
+
+def test_verify_says_what_a_sketch_proves(study, whole, capsys):
+    for folder, is_dropped in ((study, True), (whole, False)):
+        assert main(["verify", str(folder)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("checked by sketch, rel_l2 of all weights alone" in said) == is_dropped
