@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.cli.output import FAILS, HOLDS, WRONG, print_json, print_line
+from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _given(run: str, layer: int, step: int | None) -> "Inputs | None":
     from attention_kernels.testing.laws import Inputs  # heavy: torch
     from stability.study.capture import capture
 
-    return Inputs(*capture(Path(run), layer, step))
+    return Inputs(*capture(with_snapshot(Path(run), step), layer, step))
 
 
 def _check(

@@ -1,15 +1,24 @@
 """`stability compare`: how far apart two sets of weights on disk are, whatever holds them."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from stability.cli.output import HOLDS, print_json
-from stability.records.paths import RunPaths, check_exists, is_run, snapshot_steps
+from stability.cli.retrained import with_snapshot
+from stability.records.paths import RunPaths, check_exists, is_run
 
 __all__ = ["compare"]
 
 
-def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool = False) -> int:
+def compare(
+    a: Path,
+    b: Path,
+    step: int | None = None,
+    top: int = 20,
+    retrain: bool = False,
+    json: bool = False,
+) -> int:
     """Compare the weights of two runs, files or folders, parameter by parameter.
 
     Each is the folder of a run, a snapshot or another safetensors file, a Lightning checkpoint, a
@@ -20,11 +29,16 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
     baseline, as far as their small records tell; `stability verify B A` holds every file against
     its checksum too.
 
+    Where the study's keep has dropped a snapshot the answer comes from sketches of the weights: the
+    L2 distance and the cosine of all of them together, to 0.3 %, and whether they are equal.
+
     Args:
         a: the candidate
         b: the reference, whose size and spread the drift is measured by
         step: the snapshot of the runs; the last one they share if not given
         top: how many parameters to show, those that moved most
+        retrain: have snapshots that were dropped again, by training their runs anew to the same
+            bits, in runs/<study>/forks/<arm>
         json: print all of it as one JSON object
     """
     if top < 0:
@@ -34,21 +48,48 @@ def compare(a: Path, b: Path, step: int | None = None, top: int = 20, json: bool
     runs = [path for path in (a, b) if is_run(path)]
     if step is not None and not runs:
         raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")
+    from stability.analysis.sketch_comparison import is_sketch_alone  # heavy: numpy
+
     if step is None and len(runs) == 2:
         step = _last_common_step(a, b)
+    steps = [step if path in runs else None for path in (a, b)]
+    contract = _contract(RunPaths(a), RunPaths(b)) if len(runs) == 2 else ""
+    if retrain:
+        a, b = (with_snapshot(*each) for each in zip((a, b), steps, strict=True))
+    elif any(is_sketch_alone(*each) for each in zip((a, b), steps, strict=True)):
+        return _show_sketched((a, steps[0]), (b, steps[1]), contract, json=json)
     from rich.console import Console  # heavy, and the rest needs torch
 
     from stability.analysis.weight_comparison import compare_weights
     from stability.records.weight_files import open_weights
     from stability.report.terminal.pairs import print_comparison
 
-    opened = (open_weights(path, step if path in runs else None) for path in (a, b))
+    opened = (open_weights(*each) for each in zip((a, b), steps, strict=True))
     compared = compare_weights(*opened)
-    contract = _contract(RunPaths(a), RunPaths(b)) if len(runs) == 2 else ""
     if json:
         print_json({**compared.to_dict(), **({"contract": contract} if contract else {})})
     else:
         print_comparison(compared, top, Console(), contract)
+    return HOLDS
+
+
+def _show_sketched(
+    a: tuple[Path, int | None], b: tuple[Path, int | None], contract: str, *, json: bool
+) -> int:
+    """Compare by sketch, and print what that tells and what it can't."""
+    from rich.console import Console  # heavy, and the rest needs torch
+
+    from stability.analysis.sketch_comparison import compare_by_sketch
+    from stability.report.terminal.pairs import print_sketched
+
+    compared = compare_by_sketch(a, b)
+    if json:
+        print_json({**compared.to_dict(), **({"contract": contract} if contract else {})})
+        return HOLDS
+    words = ["stability", "compare", str(a[0]), str(b[0])]
+    step = a[1] if a[1] is not None else b[1]
+    again = shlex.join([*words, *([] if step is None else ["--step", str(step)]), "--retrain"])
+    print_sketched(compared, again, Console(), contract)
     return HOLDS
 
 
@@ -83,8 +124,13 @@ def _damage_of_small_files(paths: RunPaths) -> list[str]:
 
 
 def _last_common_step(a: Path, b: Path) -> int | None:
-    """Return the last step of which both runs have a snapshot; None if a run has none at all."""
-    steps_a, steps_b = (snapshot_steps(RunPaths(path)) for path in (a, b))
+    """Return the last step of which both runs have a snapshot, or had; None if one never had any.
+
+    One that was dropped counts too: an earlier step would be another question.
+    """
+    from stability.records.run_files import recorded_steps  # heavy: numpy
+
+    steps_a, steps_b = (recorded_steps(RunPaths(path)) for path in (a, b))
     common = set(steps_a) & set(steps_b)
     if common or not (steps_a and steps_b):
         return max(common, default=None)

@@ -17,6 +17,7 @@ import yaml
 
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_FLASH_PROFILE, PROFILES
 from stability.cli.output import HOLDS, print_json
+from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 from stability.records.metric_table import DEVIATION_METRICS
 
@@ -90,7 +91,8 @@ def deviate(
         qkv: a safetensors file with q, k and v instead of drawn ones
         checkpoint: a run's folder, whose q, k and v at --layer are taken
         layer: the layer of --checkpoint
-        step: the snapshot of --checkpoint; the last if not given
+        step: the snapshot of --checkpoint; the last if not given. One that the study's keep has
+            dropped is had again by training the run anew, in runs/<study>/forks/<arm>
         backward: also dq, dk and dv
         waterfall: lower each rounding point alone, then raise each alone
         record: keep the waterfall, under a causal mask, in --checkpoint, for report and figure
@@ -135,12 +137,14 @@ def deviate(
     fixed["changes"] = fixed["changes"] or own_changes
     problems = _problems(lists, fixed)
     with _naming(qkv or checkpoint):
+        step = _last_step(checkpoint) if checkpoint and step is None else step
         given = _given(qkv, checkpoint, layer, step)
         if given is not None:
             problems = [dataclasses.replace(problem, **_shape_of(given)) for problem in problems]
         if waterfall:
             steps = _waterfall(problems, given, plot, json)
             if record:
+                assert step is not None
                 _record_waterfall(checkpoint, layer, step, problems[0], steps)
             return HOLDS
         varied = [name for name, values in lists.items() if len(values) > 1]
@@ -236,13 +240,13 @@ def _waterfall(
 
 
 def _record_waterfall(
-    checkpoint: str, layer: int, step: int | None, problem: "Problem", steps: list[dict[str, Any]]
+    checkpoint: str, layer: int, step: int, problem: "Problem", steps: list[dict[str, Any]]
 ) -> None:
     """Write the waterfall of `problem` into the run `checkpoint`, and say where."""
     from rich.console import Console  # heavy
 
     from attention_kernels.machine import versions
-    from stability.records.paths import RunPaths, snapshot_steps
+    from stability.records.paths import RunPaths
     from stability.records.waterfall_record import WaterfallRecord, write_waterfall
 
     run = RunPaths(Path(checkpoint))
@@ -250,7 +254,7 @@ def _record_waterfall(
         profile=problem.profile,
         format=problem.format,
         layer=layer,
-        step=snapshot_steps(run)[-1] if step is None else step,
+        step=step,
         point=cast("WaterfallPoint", dataclasses.asdict(problem)),
         numerics=problem.numerics().to_dict(),
         steps=cast("list[WaterfallStep]", steps),
@@ -398,8 +402,17 @@ def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> "Attentio
     if checkpoint:
         from stability.study.capture import capture  # heavy: torch, Lightning
 
-        return capture(Path(checkpoint), layer, step)
+        return capture(with_snapshot(Path(checkpoint), step), layer, step)
     return None
+
+
+def _last_step(checkpoint: str) -> int | None:
+    """Return the last step that a run has weights of, or had; None if it never had any."""
+    from stability.records.paths import RunPaths, is_run
+    from stability.records.run_files import recorded_steps
+
+    run = RunPaths(Path(checkpoint))
+    return max(recorded_steps(run), default=None) if is_run(run.root) else None
 
 
 def _inputs_of(problem: "Problem", given: "AttentionInputs | None") -> "AttentionInputs | None":

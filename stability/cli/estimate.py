@@ -7,6 +7,7 @@ from stability.cli.output import HOLDS, print_json, print_line
 from stability.cli.run import option_help, split_options
 from stability.config.command_study import is_command_study
 from stability.config.load import load_study
+from stability.config.study import Keep
 
 if TYPE_CHECKING:
     from stability.study.cost_estimate import StudyCost
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "option_help", "split_options"]
 
 
-def estimate(study: Path, json: bool = False, overrides: dict[str, str] | None = None) -> int:
+def estimate(
+    study: Path,
+    keep: Keep | None = None,
+    json: bool = False,
+    overrides: dict[str, str] | None = None,
+) -> int:
     """Say how long a study trains here, what it leaves on disk, and the memory it needs at least.
 
     A few updates of each arm are made in a temporary folder, which takes some seconds an arm; no
@@ -22,6 +28,7 @@ def estimate(study: Path, json: bool = False, overrides: dict[str, str] | None =
 
     Args:
         study: the study's YAML file
+        keep: which snapshots stay, as of `stability run`; by default as the study says
         json: print the numbers as JSON
         overrides: values in the study's base, by dotted key
     """
@@ -36,7 +43,7 @@ def estimate(study: Path, json: bool = False, overrides: dict[str, str] | None =
     from stability.study.run_study import plan_study
 
     quieten_lightning()
-    cost = cost_of(plan_study(config, Path("runs")), config.keep)
+    cost = cost_of(plan_study(config, Path("runs")), keep or config.keep)
     if json:
         print_json({"study": config.name, **cost.to_dict()})
     else:

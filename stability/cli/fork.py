@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stability.cli.output import FAILS, HOLDS, print_json, print_line
+from stability.cli.retrained import with_checkpoint
 from stability.config.commands import is_command
 from stability.config.convert import merge
 from stability.config.load import parse_value
@@ -35,11 +36,13 @@ def fork(
     """Train on from a run's exact state at a step, with one thing changed, and show how far apart
     the two go.
 
-    The run of a command goes on from a checkpoint of its script's, twice: unchanged, and changed.
+    Where the study's keep has dropped that state, the run is trained anew first, to the same bits,
+    in runs/<study>/forks/<arm>. The run of a command goes on from a checkpoint of its script's,
+    twice: unchanged, and changed.
 
     Args:
         run: the folder of the run, runs/<study>/<arm>/seed-<n>
-        at: a step that the run keeps a checkpoint of
+        at: a step that the run had a checkpoint of when it ended
         start: of a command: the checkpoint that its script resumes from, a file or folder
         resume: of a command without {resume}: words that are added to it, {resume} being the
             checkpoint, as in --resume="--resume {resume}"
@@ -77,6 +80,9 @@ def fork(
     from stability.study.run import has_ended
 
     planned = plan_fork(parent, at, changes or {}, name=name, until=until)
+    whole = with_checkpoint(parent, at)
+    if whole != parent:
+        planned = plan_fork(whole, at, changes or {}, name=name, until=until)
     _train(planned, wandb)
     drifts = fork_drifts(planned)
     if json:
@@ -96,9 +102,11 @@ def bisect(
 ) -> int:
     """Find the layers, or the rounding points, that carry a change of attention, by forks of a run.
 
+    Where the study's keep has dropped its state at that step, the run is trained anew first.
+
     Args:
         run: the folder of the run, runs/<study>/<arm>/seed-<n>
-        at: a step that the run keeps a checkpoint of
+        at: a step that the run had a checkpoint of when it ended
         over: what is halved
         until: the step at which forks are compared, one with a snapshot; 0 is the next one
         json: print the drifts as JSON
@@ -119,6 +127,8 @@ def bisect(
     until = step_to_compare(parent, at, until)
     plan = plan_layers if over == "layers" else plan_points
     parts, change = plan(parent, changes or {})
+    plan_fork(parent, at, change(tuple(parts)))  # what can't be forked is refused before it trains
+    parent = with_checkpoint(parent, at)
 
     def measure(some: tuple[str, ...]) -> float:
         planned = plan_fork(parent, at, change(some), until=until)

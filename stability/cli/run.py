@@ -18,7 +18,7 @@ from stability.config.command_study import (
 )
 from stability.config.load import load_study
 from stability.config.schema import BASELINE, ArmConfig
-from stability.config.study import StudyConfig
+from stability.config.study import Keep, StudyConfig
 from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run(
     check_observer: bool = False,
     jobs: int = 0,
     seeds: int = 0,
+    keep: Keep | None = None,
     executor: ExecutorName = "local",
     only: str = "",
     seed: int | None = None,
@@ -62,6 +63,8 @@ def run(
         jobs: how many runs train at once, each in a process of its own; 0 is one for each GPU, or
             one on a CPU. Commands run one after another, since nobody knows what each takes
         seeds: how many seeds, counting on from the study's own; 0 is the study's
+        keep: which snapshots stay once all that needs them is on record, by default as the study
+            says. What was dropped already doesn't come back: see `stability compare --retrain`
         executor: who trains the runs: processes of this machine, jobs of Slurm or tasks of Ray,
             with their options as `--slurm.partition NAME` or `--ray.num-gpus 1`. Jobs and tasks
             outlive this command, and the same command finds them again
@@ -78,6 +81,7 @@ def run(
         check_observer=check_observer,
         jobs=jobs,
         seeds=seeds,
+        keep=keep,
         executor=executor,
         only=only,
         seed=seed,
@@ -88,7 +92,9 @@ def run(
         asked.check_commands()
         commands = _with_seeds(load_command_study(study, asked.of_base), seeds)
         return _run_commands(commands, out, wandb, check_observer=check_observer)
-    return _run_configs(asked, _with_seeds(load_study(study, asked.of_base), seeds))
+    config = load_study(study, asked.of_base)
+    config = dataclasses.replace(config, keep=keep or config.keep)
+    return _run_configs(asked, _with_seeds(config, seeds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +107,7 @@ class _Asked:
     check_observer: bool
     jobs: int
     seeds: int
+    keep: Keep | None
     executor: ExecutorName
     only: str
     seed: int | None
@@ -140,6 +147,11 @@ class _Asked:
                 f"{self.study}: a study of commands must run here and whole, got executor "
                 f"{self.executor!r}, only {self.only!r}; `stability record` records one command"
             )
+        if self.keep not in (None, "all"):
+            raise ValueError(
+                f"{self.study}: keep must be all for a study of commands, got {self.keep}: what a "
+                "command has made is not made again"
+            )
         if self.jobs > 1:
             raise ValueError(
                 f"{self.study}: jobs must be 1 for a study of commands, got {self.jobs}: a command "
@@ -152,6 +164,7 @@ class _Asked:
         words = ["run", str(self.study.resolve()), "--out", str(self.out.resolve())]
         words += ["--wandb", mode]
         words += ["--seeds", str(self.seeds)] if self.seeds else []
+        words += ["--keep", self.keep] if self.keep else []
         words += ["--check-observer"] if self.check_observer else []
         return (*words, *(f"--{name}={text}" for name, text in self.of_base.items()))
 

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from stability.config.schema import ArmConfig, require
 
-__all__ = ["PolicyConfig", "StudyConfig"]
+__all__ = ["Keep", "PolicyConfig", "StudyConfig"]
+
+Keep = Literal["all", "reference", "last", "none"]
+"""Which snapshots of a study stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +79,9 @@ class StudyConfig:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     allow_many: bool = False
     """Let an arm change several axes; it is then called confounded wherever it is shown."""
-    keep: Literal["all", "reference", "last", "none"] = "all"
+    keep: Keep = "all"
     """Which snapshots stay once all that needs them is on record: all; those of the baseline and of
     arms of role reference; each run's last; or none. Those of step 0, hashes and sketches always
-    stay. Checkpoints stay with `all` alone, and `stability fork` needs them."""
+    stay. Checkpoints stay with `all` alone: without one `stability fork` trains the run anew."""
     early_step: int = 0
     """The early, matched step the ladder reads; 0 means the first snapshot after step 0."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stability.records.atomic_files import remove_any
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_lines
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, snapshot_steps
 from stability.records.plain_files import HollowFileError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import read_snapshot
@@ -37,6 +37,7 @@ __all__ = [
     "read_run_file",
     "read_run_snapshot",
     "read_summed_snapshot",
+    "recorded_steps",
     "snapshot_of",
     "summed_snapshot",
 ]
@@ -194,6 +195,14 @@ def log_damage(paths: RunPaths) -> str:
     return ""
 
 
+def recorded_steps(paths: RunPaths) -> list[int]:
+    """Return the steps of which a run has a snapshot, or had one that was dropped, in order."""
+    folder = f"{paths.name_of(paths.snapshots_dir)}/"
+    dropped = [name for name in read_manifest(paths.manifest).dropped if name.startswith(folder)]
+    steps = [int(Path(name).stem.removeprefix("step-")) for name in dropped]
+    return sorted({*snapshot_steps(paths), *steps})
+
+
 def read_run_snapshot(paths: RunPaths, step: int) -> "dict[str, Tensor]":
     """Return the weights of a run after `step` updates, on the CPU; ValueError as below."""
     return read_summed_snapshot(paths, step)[0]
@@ -257,7 +266,8 @@ def read_run_file(paths: RunPaths, path: Path) -> Path:
 def file_damage(paths: RunPaths, manifest: Manifest, path: Path) -> str:
     """Return what is wrong with a file of the run; empty if it is the one that `manifest` lists."""
     if not (path.is_file() or path.is_dir()):
-        return "is missing"
+        is_dropped = paths.name_of(path) in manifest.dropped
+        return "was dropped, as the study's keep says" if is_dropped else "is missing"
     expected = manifest.files.get(paths.name_of(path))
     if expected is None:
         return "is not in the run's manifest"

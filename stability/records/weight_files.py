@@ -22,7 +22,7 @@ from stability.records.dcp_folders import DcpFolder, find_dcp
 from stability.records.dcp_metadata import METADATA
 from stability.records.paths import RunPaths, check_exists, is_run, list_runs, snapshot_steps
 from stability.records.plain_files import check_plain, read_plain
-from stability.records.run_files import read_run_file
+from stability.records.run_files import read_run_file, recorded_steps
 from stability.records.sealed_json import parse_json
 from stability.records.tied_tensors import same_bits
 
@@ -315,11 +315,16 @@ class _ShardedSnapshot(DcpFolder):
 
 
 def _open_snapshot(run: RunPaths, step: int | None) -> Weights:
-    steps = snapshot_steps(run)
+    steps = recorded_steps(run)
     if not steps:
         raise ValueError(f"{run.root}: must have snapshots, got none; let the run go on")
     if step is None:
         step = steps[-1]
+    if step in steps and step not in snapshot_steps(run):
+        raise ValueError(
+            f"{run.root}: its snapshot of step {step} was dropped by the study's keep; `stability "
+            f"compare {run.root} {run.root} --retrain` trains it anew, beside the study's forks"
+        )
     if step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
         raise ValueError(

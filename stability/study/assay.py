@@ -13,11 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stability.analysis.assay import faults_due, tells_enough
+from stability.callbacks.study_observer import StudyObserver
+from stability.config.axes import touches
 from stability.config.study import PolicyConfig
 from stability.probe import planted_faults
 from stability.probe.gradient_evidence import AttentionRole
@@ -25,13 +28,16 @@ from stability.probe.planted_faults import FaultLook, Plant, plant_faults
 from stability.records.assay import AssayRecord, sources_of
 from stability.records.identity import environment
 from stability.records.manifest import read_manifest
-from stability.records.run_files import read_run_snapshot
+from stability.records.paths import RunPaths
+from stability.records.run_files import read_run_snapshot, snapshot_of
 from stability.study.assays import Assayed, parents_of, steps_of, update
 from stability.study.assemble import assemble, load_data, resolve_device
+from stability.study.fresh_process import call_alone
 from stability.study.model_gradients import ModelGradients, attention_rounding, attentions_of_arm
+from stability.study.retrain import retrain
 from stability.study.run import Run
 
-__all__ = ["assay_run", "update_assays"]
+__all__ = ["assay_run", "assay_whole_run", "update_assays"]
 
 SEQUENCES = 4
 """Of a batch, as many as take part in a gradient, and half of them at the operator: a fault is a
@@ -70,11 +76,40 @@ def update_assays(
     return update(study, assayed, policy, note, tell)
 
 
-def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:
+def assay_whole_run(
+    run: Run, policy: PolicyConfig, observer: StudyObserver, *, isolated: bool
+) -> AssayRecord | None:
+    """Do what `assay_run` does, `isolated` in a process of its own.
+
+    Where a snapshot that it reads was dropped the run is trained anew first: so it is of a
+    candidate that failed, and no longer does. Errors as `assay_run` and `retrain`.
+    """
+    call = call_alone if isolated else _call_here
+    manifest = read_manifest(run.paths.manifest)
+    named = {
+        step: run.paths.name_of(snapshot_of(run.paths, manifest, step))
+        for step in steps_of(run.paths)
+    }
+    gone = [step for step, name in named.items() if name in manifest.dropped]
+    weights = run.paths
+    if gone and touches(run.arm.diff, ("attention",)):
+        call(_sources_now, run)  # with other sources it would be trained for nothing
+        weights = retrain(run.paths, f"its snapshot of step {gone[0]}", observer, isolated=isolated)
+    return call(assay_run, run, policy, weights)
+
+
+def _call_here(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def assay_run(
+    run: Run, policy: PolicyConfig, weights: RunPaths | None = None
+) -> AssayRecord | None:
     """Return what each planted fault shows on the candidate of `run`; None if it is no attention.
 
-    ValueError for a run without snapshots of trained weights, a damaged one, and one that was
-    trained with other sources than those that would be measured now.
+    Snapshots are read from `weights`, the same run trained anew, if that is given. ValueError for a
+    run without snapshots of trained weights, a damaged one, and one that was trained with other
+    sources than those that would be measured now.
     """
     device = resolve_device(run.config)
     gradients = attentions_of_arm(run.config, device)
@@ -85,7 +120,7 @@ def assay_run(run: Run, policy: PolicyConfig) -> AssayRecord | None:
     if not steps:
         raise ValueError(f"assay: {run.paths.root} must have a snapshot after step 0, has none")
     own, faults = plant_faults(
-        _looks(run, gradients, steps, device),
+        _looks(run, weights or run.paths, gradients, steps, device),
         faults_due(run.config.precision),
         gradients.baseline[0],
         partial(tells_enough, policy, planted_faults.TRIES),
@@ -115,11 +150,15 @@ def _sources_now(run: Run) -> dict[str, str]:
 
 
 def _looks(
-    run: Run, gradients: ModelGradients, steps: Sequence[int], device: torch.device
+    run: Run,
+    paths: RunPaths,
+    gradients: ModelGradients,
+    steps: Sequence[int],
+    device: torch.device,
 ) -> list[FaultLook]:
     """Return SHARE_LOOKS looks: the run's own batches in order, over the snapshots in turn."""
     weights = [
-        {name: value.to(device) for name, value in read_run_snapshot(run.paths, step).items()}
+        {name: value.to(device) for name, value in read_run_snapshot(paths, step).items()}
         for step in steps
     ]
     rounding = attention_rounding(run.config.precision)

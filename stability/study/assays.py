@@ -26,7 +26,7 @@ from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, snapshot_of
 from stability.records.sealed_json import file_checksum
 
-__all__ = ["Assayed", "parents_of", "steps_of", "update"]
+__all__ = ["Assayed", "failed_arms", "parents_of", "steps_of", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ def update(
         is_judged = named if policy.candidates else run.role == "candidate"
         if not is_judged or not _has_ended(run.paths) or _is_known(study, run):
             continue
-        failed = _failed(study, policy) if failed is None else failed
+        failed = failed_arms(study, policy) if failed is None else failed
         if run.arm in failed:
             continue
         why = "to see whether the study would find them"
@@ -110,7 +110,7 @@ def _has_ended(paths: RunPaths) -> bool:
     return paths.manifest.exists() and read_manifest(paths.manifest).state in ENDED
 
 
-def _failed(study: Path, policy: PolicyConfig) -> set[str]:
+def failed_arms(study: Path, policy: PolicyConfig) -> set[str]:
     """Return the candidates that fail by what is on record; none where nothing can be judged."""
     try:
         judged = judge_arms(read_study(study), policy)

@@ -14,7 +14,8 @@ from stability.config.arms import override
 from stability.config.convert import from_dict, to_dict
 from stability.config.schema import ArmConfig, AttentionConfig
 from stability.records.manifest import read_manifest
-from stability.records.paths import RunPaths, snapshot_steps
+from stability.records.paths import RunPaths
+from stability.records.run_files import recorded_steps
 
 __all__ = ["CARRIES", "Halving", "halve", "plan_layers", "plan_points", "step_to_compare"]
 
@@ -107,9 +108,10 @@ def plan_points(
 def step_to_compare(parent: RunPaths, at: int, until: int) -> int:
     """Return the step at which forks are compared with `parent`: the first snapshot after `at`.
 
+    One that was dropped counts too: the parent is trained anew then.
     ValueError if `until` is given and is no such step, or if there is none.
     """
-    later = [step for step in snapshot_steps(parent) if step > at]
+    later = [step for step in recorded_steps(parent) if step > at]
     if not later or (until and until not in later):
         raise ValueError(
             f"bisect: until must be a step after {at} with a snapshot, got {until}; {parent.root} "

@@ -16,8 +16,8 @@ from stability.config.schema import ArmConfig, ModelConfig
 from stability.model.decoder import build_decoder
 from stability.probe.attention_inputs import AttentionInputs
 from stability.records.manifest import read_manifest
-from stability.records.paths import RunPaths, run_at, snapshot_steps
-from stability.records.run_files import read_run_snapshot
+from stability.records.paths import RunPaths, run_at
+from stability.records.run_files import read_run_snapshot, recorded_steps
 from stability.study.assemble import load_data
 from stability.study.memory_estimate import parameter_count
 
@@ -47,7 +47,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     """
     paths = run_at(run, "capture: checkpoint")
     config = from_dict(ArmConfig, read_manifest(paths.manifest).config, str(paths.manifest))
-    steps = snapshot_steps(paths)
+    steps = recorded_steps(paths)
     step = steps[-1] if step is None and steps else step
     if step not in steps:
         raise ValueError(f"capture: step must be one of {steps}, got {step!r} in {run}")

@@ -8,6 +8,7 @@ parent's, less the drifts, which were measured from another run. The training it
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from stability.analysis.drift_parents import check_drifts, parents_by_line
@@ -22,7 +23,7 @@ from stability.config.schema import ArmConfig
 from stability.records.events import read_log_and_events
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_names import drift_name
-from stability.records.paths import RunPaths, checkpoint_steps
+from stability.records.paths import RunPaths
 from stability.records.run_files import checkpoint_of, file_damage
 from stability.study.assemble import assemble
 from stability.study.foreign_plan import ForeignRun
@@ -56,8 +57,9 @@ def plan_fork(
     """Return the run that continues `parent` from step `at` with `changes` to its config.
 
     `changes` are nested as in an arm of a study. It trains up to step `until`, 0 being the parent's
-    last. Its folder is `forks/<name>/seed-<n>` in the parent's study. ValueError for a run that
-    does not exist, a step without a whole checkpoint, an axis that is settled at the start, several
+    last. Its folder is `forks/<name>/seed-<n>` in the parent's study. Where the checkpoint was
+    dropped it is to be planned again, from what `retrain` returns. ValueError for a run that does
+    not exist, a step without a whole checkpoint, an axis that is settled at the start, several
     axes, an end before the fork, or more than this machine's memory.
     """
     manifest = read_manifest(parent.manifest)
@@ -109,10 +111,9 @@ def run_fork(
 ) -> Manifest:
     """Train a planned fork, or resume it, in a fresh process; one that has ended is kept.
 
-    Not `isolated`, it trains in this process, as `run_study`. RunConflictError if its folder holds
-    another run.
+    So is a run without a parent, which is trained by itself. Not `isolated`, it trains in this
+    process, as `run_study`. RunConflictError if its folder holds another run.
     """
-    assert run.fork is not None
     damaged = call_for(run.config, check_existing, run) if isolated else check_existing(run)
     if damaged:
         reopen(run, damaged, observer)
@@ -122,7 +123,7 @@ def run_fork(
     if run.config.parallel.ranks > 1:
         train_in_processes([run], 1, options, observer)
         return read_manifest(run.paths.manifest)
-    observer.run_started(1, 1, run.arm.name, run.seed, run.fork.until)
+    observer.run_started(1, 1, run.arm.name, run.seed, run.last_step)
     if isolated:
         manifest = call_alone(train, run, options, observer=observer)
     else:
@@ -153,24 +154,17 @@ def fork_drifts(run: Run | ForeignRun, metric: str = "rel_l2") -> dict[int, floa
 
 
 def _check_step(parent: RunPaths, manifest: Manifest, at: int) -> None:
-    steps = [
-        step
-        for step in checkpoint_steps(parent)
-        if parent.name_of(checkpoint_of(parent, manifest, step)) in manifest.files
-    ]
-    if at not in steps:
-        if parent.name_of(checkpoint_of(parent, manifest, at)) in manifest.dropped:
-            raise ValueError(
-                f"fork: at must be a step with a checkpoint, got {at}; those of {parent.root} were "
-                "dropped when its study ended; keep: all in the study's YAML keeps them, and a run "
-                "whose folder is moved away is trained anew to the same bits"
-            )
-        kept = ", ".join(map(str, steps)) or "none"
-        raise ValueError(
-            f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has {kept} "
-            "(train.keep_checkpoints: 0 keeps all)"
-        )
     path = checkpoint_of(parent, manifest, at)
+    if parent.name_of(path) not in manifest.all_files:
+        folder = f"{parent.name_of(parent.checkpoints_dir)}/"
+        had = sorted(name for name in manifest.all_files if name.startswith(folder))
+        steps = ", ".join(str(int(Path(name).stem.removeprefix("step-"))) for name in had)
+        raise ValueError(
+            f"fork: at must be a step with a checkpoint, got {at}; {parent.root} has "
+            f"{steps or 'none'} (train.keep_checkpoints: 0 keeps all)"
+        )
+    if parent.name_of(path) in manifest.dropped:
+        return
     wrong = file_damage(parent, manifest, path)
     if wrong:
         raise ValueError(f"fork: {path} {wrong}")

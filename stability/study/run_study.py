@@ -37,10 +37,11 @@ from stability.records.protocol import (
 )
 from stability.records.run_lock import hold
 from stability.records.sealed_json import write_sealed
-from stability.study.assay import assay_run, update_assays
+from stability.study.assay import assay_whole_run, update_assays
+from stability.study.assays import failed_arms
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.distances import update_distances
-from stability.study.fresh_process import call_alone, call_for
+from stability.study.fresh_process import call_for
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
 from stability.study.run import (
@@ -267,11 +268,15 @@ def finish_study(
             study.policy,
             observer.run_noted,
             observer.study_noted,
-            measure=partial(call_alone, assay_run) if isolated else assay_run,
+            measure=partial(assay_whole_run, observer=observer, isolated=isolated),
         )
         # the first seed's, which faults were planted on
         first = _of_seed(runs, study.seeds[0])
-        drop_by_policy(folder, first, study.keep, spared=_awaiting_assay(folder, first))
+        spared = _awaiting_assay(folder, first) if study.keep != "all" else set()
+        if spared:
+            # no fault is planted on those; if that changes with more seeds they are trained anew
+            spared -= failed_arms(folder, study.policy)
+        drop_by_policy(folder, first, study.keep, spared=spared)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from stability.analysis.number_text import scientific
 from stability.analysis.pair_proof import PairProof
+from stability.analysis.sketch_comparison import SketchComparison
 from stability.analysis.study_check import DriftCheck, PairCheck
 from stability.analysis.weight_comparison import WeightComparison
 from stability.records.metric_names import ALL_WEIGHTS
@@ -29,6 +30,7 @@ __all__ = [
     "print_fork",
     "print_halvings",
     "print_proof",
+    "print_sketched",
 ]
 
 SAMENESS_STYLE = {
@@ -115,7 +117,11 @@ def _first_of(names: Sequence[str]) -> str:
 def _anew(count: int, sketched: int = 0) -> str:
     said = f"{_count(range(count), 'drift')} computed anew from snapshots, as on record"
     if sketched:
-        said += f"; {_count(range(sketched), 'drift')} of dropped snapshots checked by sketch"
+        # a sketch is of all weights together
+        said += (
+            f"; {_count(range(sketched), 'drift')} of dropped snapshots checked by sketch, rel_l2 "
+            "of all weights alone"
+        )
     return said
 
 
@@ -133,12 +139,7 @@ def print_comparison(
     fewer = (metrics[:count] for count in range(len(metrics), 0, -1))
     shown = [ALL_WEIGHTS, *moved[:top]]
     _, table = first_that_fits((_drift_table(found, shown, some) for some in fewer), console)
-    console.print()
-    console.print(as_text(found.a, style="bold"))
-    console.print(as_text(f"against {found.b}", style="bold"))
-    if contract:
-        console.print(as_text(contract))
-    console.print()
+    _print_sides(found.a, found.b, contract, console)
     console.print(table)
     if left_out := moved[top:]:
         largest = scientific(found.drifts[left_out[0]]["rel_l2"])
@@ -148,6 +149,42 @@ def print_comparison(
     for line in _not_compared(found):
         console.print(as_text(line))
     console.print(as_text(CAPTION, style="dim"))
+
+
+def print_sketched(
+    found: SketchComparison, again: str, console: Console, contract: str = ""
+) -> None:
+    """Print what sketches tell of two sets of weights, how surely, and what they can't tell.
+
+    `again` is the command that compares the weights themselves.
+    """
+    _print_sides(found.a, found.b, contract, console)
+    table = plain_table(["all weights, by sketch"], [""])
+    add_row(table, "equal, by their hash", "yes" if found.equal else "no")
+    add_row(table, "|a - b|", scientific(found.l2))
+    add_row(table, "rel_l2 = |a - b| / |b|", scientific(found.rel_l2))
+    add_row(table, "cosine", _drift_cell(DRIFT_METRICS["cosine"], found.cosine))
+    console.print(table)
+    whose = " and ".join(found.dropped)
+    _conclude(
+        f"By sketch, since the study's keep has dropped the snapshot of {whose}: a distance is "
+        f"{found.relative_sd:.2%} off (one sd, at most), the cosine {found.cosine_sd:.4f}, and far "
+        "less of weights near one another. Single parameters, W1 and sign flips are not known; "
+        "this trains anew what was dropped, to the same bits, and shows them:",
+        console,
+    )
+    console.print(as_text(again), soft_wrap=True)
+    if math.isnan(found.l2):
+        _conclude("nan: weights that are not finite, or too large for a sketch", console)
+
+
+def _print_sides(a: str, b: str, contract: str, console: Console) -> None:
+    console.print()
+    console.print(as_text(a, style="bold"))
+    console.print(as_text(f"against {b}", style="bold"))
+    if contract:
+        console.print(as_text(contract))
+    console.print()
 
 
 def _rank(found: WeightComparison, name: str) -> tuple[bool, float]:

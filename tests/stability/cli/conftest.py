@@ -17,7 +17,7 @@ def trained_run(tmp_path_factory):
     content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
     content["base"]["model"] = {"depth": 2, "width": 32, "heads": 2, "context": 16}
     content["base"]["train"].update(steps=2, batch_size=2, snapshot_steps=[1], accelerator="cpu")
-    content |= {"seeds": [0], "early_step": 1}
+    content |= {"seeds": [0], "early_step": 1, "keep": "all"}
     arms = content["arms"]
     content["arms"] = {name: arms[name] for name in arms if name == content["yardstick"]}
     del content["policy"]

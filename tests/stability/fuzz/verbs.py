@@ -249,13 +249,15 @@ def _train(*_: object, **__: object) -> None:
     raise SystemExit(HOLDS)
 
 
-TRAINING = {"stability.cli.fork._train": _train}
+ANEW = {"stability.study.retrain.run_fork": _train}
+TRAINING = {"stability.cli.fork._train": _train, **ANEW}
 CHECKING = {
-    "stability.cli.check._check": lambda *_: SimpleNamespace(cells=[0], passed=1, to_dict=dict)
+    **ANEW,
+    "stability.cli.check._check": lambda *_: SimpleNamespace(cells=[0], passed=1, to_dict=dict),
 }
 STUDY = {
     "stability.study.run_study.train_in_processes": lambda *_, **__: None,
-    "stability.study.assay.assay_run": lambda *_: None,
+    "stability.study.run_study.assay_whole_run": lambda *_, **__: None,
 }
 PLACES = itertools.count()
 """Each time W&B's runs go elsewhere, so that they are sent again."""
@@ -288,7 +290,7 @@ READERS: Sequence[Reader] = (
     Reader("fork", _fork),
     Reader("verify --all", _study("verify", "--all")),
     Reader("compare of files", _compare_files),
-    Reader("deviate from a run", _of_checkpoint("deviate", "--json", "--checkpoint")),
+    Reader("deviate from a run", _of_checkpoint("deviate", "--json", "--checkpoint"), ANEW),
     Reader(
         "deviate from q, k and v",
         lambda root: ["deviate", "--json", "--qkv", str(root / "qkv.safetensors")],

@@ -118,7 +118,7 @@ def test_a_step_without_snapshot_names_the_nearest(tmp_path):
 
 
 def test_a_run_without_snapshots_is_named(tmp_path):
-    (tmp_path / "manifest.json").write_text("{}")
+    RunFiles.unnamed(tmp_path).update()
     with pytest.raises(ValueError, match="must have snapshots, got none"):
         open_weights(tmp_path)
 

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,9 +13,11 @@ from stability.config.load import load_study
 from stability.config.study import PolicyConfig
 from stability.probe import planted_faults
 from stability.records.assay import read_assay, write_assay
-from stability.study import assay, assays
+from stability.records.paths import snapshot_steps
+from stability.study import assay, assays, run_study
 from stability.study.run_study import plan_study
-from tests.conftest import run_quietly, train_edited
+from stability.study.storage import drop_by_policy
+from tests.conftest import SilentObserver, run_quietly, train_edited
 
 
 def _edit(content):
@@ -93,6 +96,59 @@ def test_a_record_that_is_short_or_stale_is_made_anew(trained_study, monkeypatch
     monkeypatch.setattr(assay, "assay_run", lambda *_: whole)
     assert _again(study, folder) == (["fa2"], [])
     assert _again(study, folder) == ([], [])
+
+
+def _without_weights(study, folder):
+    """Drop the study's snapshots, and its assay, as if its candidate had failed when it ended."""
+    runs = plan_study(study, folder.parent)
+    assert drop_by_policy(folder, runs, "none")
+    (folder / "assay" / "fa2.json").unlink()
+    (run,) = (run for run in runs if run.arm.name == "fa2")
+    assert snapshot_steps(run.paths) == [0]
+    return runs
+
+
+@pytest.mark.slow
+def test_a_candidate_whose_weights_were_dropped_is_trained_anew_for_the_same_assay(trained_study):
+    study, folder = trained_study
+    before = read_assay(folder, "fa2")
+    runs, observer = _without_weights(study, folder), SilentObserver()
+    measure = partial(assay.assay_whole_run, observer=observer, isolated=False)
+    made = assay.update_assays(
+        folder, runs, study.policy, lambda *note: pytest.fail(str(note)), measure=measure
+    )
+    assert [record.arm for record in made] == ["fa2"]
+    assert repr(read_assay(folder, "fa2")) == repr(before)  # a share of few looks is NaN
+    assert "its snapshot of step 2 was dropped by the study's keep" in observer.notes[0]
+    # the record is that of the study's run, and is made once
+    assert _again(study, folder) == ([], [])
+
+
+@pytest.mark.slow
+def test_a_candidate_of_another_source_is_not_trained_anew(trained_study, monkeypatch):
+    study, folder = trained_study
+    runs, notes = _without_weights(study, folder), []
+    monkeypatch.setattr(assay, "environment", lambda: {"kernel_source": "edited"})
+    measure = partial(assay.assay_whole_run, observer=SilentObserver(), isolated=False)
+    run = [folder, runs, study.policy, lambda *note: notes.append(note)]
+    assert assay.update_assays(*run, measure=measure) == []
+    assert "must have the kernel source that it was trained with" in notes[0][2]
+    assert not (folder / "forks").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_only_a_candidate_that_awaits_faults_keeps_its_weights(
+    trained_study, monkeypatch, has_failed
+):
+    study, folder = trained_study
+    (folder / "assay" / "fa2.json").unlink()
+    monkeypatch.setattr(run_study, "update_assays", lambda *_, **__: [])
+    monkeypatch.setattr(run_study, "failed_arms", lambda *_: {"fa2"} if has_failed else set())
+    run_quietly(replace(study, keep="none"), folder.parent)
+    runs = {run.arm.name: run.paths for run in plan_study(study, folder.parent)}
+    assert snapshot_steps(runs["fa2"]) == ([0] if has_failed else [0, 1, 2, 4, 6])
+    assert snapshot_steps(runs["broken"]) == [0]
 
 
 def test_faults_are_not_planted_with_another_source_than_the_runs(trained_study, monkeypatch):

@@ -18,8 +18,7 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, sketch_steps, snapshot_steps
 from stability.records.run_files import damage
 from stability.study import storage
-from stability.study.fork import plan_fork
-from stability.study.run_study import check_study, plan_study
+from stability.study.run_study import changed_protocol, check_study, plan_study
 from tests.conftest import write_tiny
 
 pytestmark = pytest.mark.slow
@@ -84,7 +83,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("keep", KEPT)
-def test_the_policy_says_what_stays_and_every_answer_is_the_same(keep, settle, whole):
+def test_the_policy_says_what_stays_and_every_answer_is_the_same(keep, settle, whole, text_file):
     folder, _ = settle(keep)
     before, after = (read_study(path) for path in (whole / "tiny", folder))
     for arm, paths in runs_of(folder).items():
@@ -103,6 +102,9 @@ def test_the_policy_says_what_stays_and_every_answer_is_the_same(keep, settle, w
     assert other_distances(after, every=True) == []
     said = check_drifts_of(runs_of(folder)["baseline"], runs_of(folder)["flash"]).said
     assert ("checked by sketch" in said) == (keep != "all")
+    # what stays is no part of what a verdict rests on
+    study = load_study(write_tiny(folder.parent, text_file, edited(keep)))
+    assert changed_protocol(study, folder.parent) == []
     assert (size(folder) < 0.8 * size(whole / "tiny")) == (keep != "all") or keep == "reference"
 
 
@@ -189,12 +191,6 @@ def test_nothing_is_dropped_before_all_that_needs_it_is_on_record(whole, tmp_pat
     (folder / "distances" / "seed-0.json").unlink()
     assert storage.drop_by_policy(folder, runs, "none") == 0
     assert check_study(runs) == []
-
-
-def test_a_fork_of_a_run_without_checkpoints_says_why(settle):
-    folder, _ = settle("last")
-    with pytest.raises(ValueError, match="were dropped when its study ended; keep: all in the"):
-        plan_fork(runs_of(folder)["baseline"], 4, {"precision": "32-true"})
 
 
 def test_a_word_that_is_no_policy_is_refused(tmp_path, text_file):

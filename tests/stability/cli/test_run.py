@@ -1,0 +1,29 @@
+"""What `stability run` makes of its command line, before anything is trained."""
+
+from pathlib import Path
+
+import pytest
+
+from stability.cli import run as verb
+from stability.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize(("words", "keep"), [((), "none"), (("--keep", "all"), "all")])
+def test_what_the_command_line_keeps_takes_the_place_of_the_studys(words, keep, monkeypatch):
+    told = []
+    monkeypatch.setattr(verb, "_run_configs", lambda *asked: told.append(asked) or 0)
+    assert main(["run", str(ROOT / "configs" / "quickstart.yaml"), *words]) == 0
+    ((asked, config),) = told
+    assert config.keep == keep
+    # a job elsewhere is told the same
+    elsewhere = asked.words("offline")
+    assert elsewhere == (*elsewhere[:6], *words)
+
+
+def test_a_study_of_commands_keeps_all(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", str(ROOT / "examples" / "study.yaml"), "--keep", "none"])
+    assert stop.value.code == 2
+    assert "keep must be all for a study of commands, got none" in capsys.readouterr().err
