@@ -132,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Drift on simulated ranks")
     parser.add_argument("--weights", type=float, default=1e8)
     parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--held", type=int, default=2**23, help="values a rank is sent at once")
+    parser.add_argument("--held", type=int, default=6 * 2**20, help="values a rank is sent at once")
     parser.add_argument("--folder", type=Path, default=None, help="for 8 bytes a weight")
     options = parser.parse_args()
     give_memory_back()

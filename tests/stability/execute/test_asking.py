@@ -37,6 +37,7 @@ def test_the_job_is_given_what_decides_the_run_and_no_option_of_the_executor(tmp
         check_observer=True,
         jobs=0,
         seeds=3,
+        keep="none",
         executor="slurm",
         only="",
         seed=None,
@@ -46,7 +47,16 @@ def test_the_job_is_given_what_decides_the_run_and_no_option_of_the_executor(tmp
     command = StudyCommand(words=asked.words("offline"), folder=tmp_path, name="s")
     assert command.one("nudge", 4) == [
         *("run", str(tmp_path / "study.yaml"), "--out", str(tmp_path), "--wandb", "offline"),
-        *("--seeds", "3", "--check-observer", "--train.steps=50", "--only", "nudge"),
+        *(
+            "--seeds",
+            "3",
+            "--keep",
+            "none",
+            "--check-observer",
+            "--train.steps=50",
+            "--only",
+            "nudge",
+        ),
         *("--seed", "4"),
     ]
     assert command.finish()[-1] == "--finish"

@@ -1,12 +1,14 @@
 """The estimate of a study: its disk is what a study really leaves, and nothing of it stays."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
 
 from stability.cli.main import main
 from stability.config.load import load_study
+from stability.study.call_over_ranks import call_over_ranks
 from stability.study.cost_estimate import cost_of
 from stability.study.memory_estimate import estimate_memory
 from stability.study.run_study import plan_study
@@ -85,3 +87,27 @@ def test_a_study_of_commands_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["estimate", str(path)])
     assert "must be a study of the trainer in this package, got one of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_over_ranks_is_timed_over_as_many(write_study, tmp_path):
+    def edit(content):
+        content.update(arms={"baseline": {}}, seeds=[0], yardstick="")
+        content["base"]["parallel"] = {"shard": 2}
+
+    (run,) = plan_study(load_study(write_study(edit)), tmp_path / "runs")
+    cost = cost_of([run], "all")
+    assert 0.01 < cost.seconds < 1000
+    assert cost.disk["records"] > 1000
+    assert not (tmp_path / "runs").exists()
+
+
+def _fail_on_the_second(config, ranks):
+    if ranks.rank == 1:
+        raise ValueError("no room here")
+    time.sleep(600)
+
+
+def test_a_rank_that_fails_is_named_and_the_others_are_not_waited_for():
+    with pytest.raises(RuntimeError, match="rank 1: ValueError: no room here"):
+        call_over_ranks(2, _fail_on_the_second, None)

@@ -130,7 +130,7 @@ def test_a_kill_while_files_are_dropped_is_gone_on_with(settle, monkeypatch):
         path.unlink(missing_ok=True)
 
     with monkeypatch.context() as context:
-        context.setattr(run_files, "remove", killed)
+        context.setattr(run_files, "remove_any", killed)
         with pytest.raises(KeyboardInterrupt):
             settle("none")
     folder, observer = settle("none")
