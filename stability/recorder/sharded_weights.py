@@ -116,6 +116,8 @@ def _drift(
         own = {name: own[name] for name in weights if name in own}
     else:
         check_same_weights({name: tuple(x.shape) for name, x in own.items()}, weights.shapes)
-    other = {name: torch.empty_like(value) for name, value in own.items()}
+    # in the dtype that the baseline has: rounded to this run's it would be another
+    kinds = weights.dtypes
+    other = {name: torch.empty_like(value, dtype=kinds[name]) for name, value in own.items()}
     fill_state(other, weights)
     return sharded_drift(own, other)

@@ -66,6 +66,11 @@ class DcpWrite:
         """Whether it has ended, well or not; other ranks may be later."""
         return self._future.done()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's part of it has ended well; of the first rank, all of it."""
+        return self._future.done() and self._future.exception() is None
+
     def wait(self) -> Path:
         """Return the folder once it is on the disk under its name.
 

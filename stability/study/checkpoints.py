@@ -89,9 +89,10 @@ class CheckpointFiles(CheckpointIO):
     def settle(self, *, wait: bool = False) -> None:
         """List the checkpoint that was begun last, on the first rank, if it is whole by now.
 
-        With `wait` once it is; OSError, on each rank, if it could not be written.
+        With `wait` once it is; OSError if it could not be written, which is so told to all ranks at
+        one place, and not to one in the middle of an update that others wait for.
         """
-        if self._write is None or not (wait or self._write.is_done):
+        if self._write is None or not (wait or self._write.is_whole):
             return
         write, self._write = self._write, None
         folder = write.wait()
@@ -133,7 +134,11 @@ def resume_from(
     said = [f"{name} {what}" for name, what in wrong.items()]
     whole = manifest.files.keys() - wrong.keys()
     steps = [s for s in checkpoint_steps(paths) if paths.name_of(paths.held_checkpoint(s)) in whole]
-    lost = [_step_of(name) for name in wrong if name.endswith((".safetensors", ".dcp"))]
+    lost = [
+        _step_of(name)
+        for name in wrong
+        if _is_of_a_step(name) and not name.startswith(f"{paths.checkpoints_dir.name}/")
+    ]
     # damaged weights or predictions are written again only if the run passes their step again
     usable = [step for step in steps if step < min(lost, default=step + 1)]
     while usable and (wrong_with := _fault(paths, usable[-1])):

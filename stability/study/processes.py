@@ -21,6 +21,9 @@ from stability.study.train_run import TrainOptions
 
 __all__ = ["train_in_processes", "train_one_rank"]
 
+PAUSE_S = 1.0
+"""How long to listen before what other tasks have told is looked at."""
+
 
 @dataclass(slots=True)
 class _Queue:
@@ -88,7 +91,9 @@ def train_one_rank(
     Returns what has failed in it, by rank. Errors as `train_in_processes`.
     """
     ranks = meeting.task.ranks
-    one = RankProcesses.start_one(run, options, meeting.task.local, ranks, meeting.failures)
+    one = RankProcesses.start_one(
+        run, options, meeting.task.local, ranks, meeting.failures, meeting.is_over
+    )
     if ranks.is_first:
         observer.run_started(1, 1, run.arm.name, run.seed, run.last_step)
     _bring_to_end(_Queue([], [one]), lambda: None, observer)
@@ -132,12 +137,14 @@ def _listen_to_all(queue: _Queue, observer: StudyObserver) -> None:
     members = [(one, each) for each in queue.active for one in each.members.items()]
     sources = [source for (ours, (_, process)), _ in members for source in (ours, process.sentinel)]
     limits = [each.remaining for each in queue.active if each.remaining is not None]
+    limits += [PAUSE_S for each in queue.active if each.is_over is not None]
     ready = set(wait(sources, timeout=min(limits, default=None)))
     for (connection, (_, process)), each in members:
         if ready & {connection, process.sentinel}:
             each.listen(connection, observer)
             queue.disk_full = queue.disk_full or each.disk_full
     for each in queue.active:
+        each.look_elsewhere()
         if each.remaining == 0:
             each.kill()
     queue.active = [each for each in queue.active if each.members]

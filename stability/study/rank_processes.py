@@ -47,6 +47,8 @@ class RankProcesses:
     """Whether the first rank is among them: else another task tells of the run."""
     elsewhere: Callable[[], list[tuple[int, str]]] = list
     """Returns what has failed in ranks that other tasks train."""
+    is_over: Callable[[], bool] | None = None
+    """Whether other tasks have told that the run has failed, or ended: to be asked now and then."""
     failures: list[tuple[int, str]] = field(default_factory=list)
     """What has failed in these, by rank."""
     _store: Any = None
@@ -62,9 +64,10 @@ class RankProcesses:
         slot: int,
         ranks: Ranks,
         elsewhere: Callable[[], list[tuple[int, str]]],
+        is_over: Callable[[], bool],
     ) -> "RankProcesses":
         """Start the process of one rank, where other tasks start the others."""
-        started = cls(run, slot, is_first=ranks.is_first, elsewhere=elsewhere)
+        started = cls(run, slot, is_first=ranks.is_first, elsewhere=elsewhere, is_over=is_over)
         process, ours = start_process(_train_alone, run, options, slot, ranks)
         started.members[ours] = ranks.rank, process
         return started
@@ -87,6 +90,11 @@ class RankProcesses:
     def remaining(self) -> float | None:
         """The seconds until `kill` is due; None if it is not."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def look_elsewhere(self) -> None:
+        """Give this task's rank some seconds more once another's has ended: it may wait for it."""
+        if self.is_over is not None and self._deadline is None and self.is_over():
+            self._begin_to_end()
 
     def interrupt(self) -> None:
         """Pass an interrupt on."""
@@ -155,7 +163,9 @@ class RankProcesses:
             self.failures += self.elsewhere()
         if state == "failed" and len(self.failures) + bool(message):
             message = self._cause(message)
-            if self.run.config.parallel.ranks > 1:
+            # that another rank is gone is the first task's to tell: it knows why
+            is_ours = self.is_first or not is_lost_connection(message)
+            if is_ours and self.run.config.parallel.ranks > 1:
                 _put_on_record(self.run, message)
         observer.run_ended(self.run.arm.name, self.run.seed, state, message)
 
@@ -177,6 +187,8 @@ def _put_on_record(run: Run, message: str) -> None:
     with suppress(RunConflictError, OSError, ValueError), locked(run.paths):
         manifest = read_manifest(run.paths.manifest)
         is_told = manifest.state == "failed" and not is_lost_connection(manifest.message)
+        # whoever was interrupted, or had a full disk, leaves the others without a connection
+        is_told |= manifest.state == "interrupted" and is_lost_connection(message)
         if manifest.state not in ENDED and not is_told:
             write_manifest(run.paths.manifest, replace(manifest, state="failed", message=message))
 

@@ -70,6 +70,8 @@ class Meeting:
     task: RankTask
     store: Any
     is_told: set[str] = field(default_factory=set)
+    is_ours: bool = True
+    """Whether the store is known to be of no other run."""
 
     def tell(self, what: str, word: str) -> None:
         """Tell all tasks; what was told before stands."""
@@ -96,8 +98,38 @@ class Meeting:
             time.sleep(PAUSE_S)
         return []
 
+    def is_over(self) -> bool:
+        """Whether another task's rank has failed, as the first task sees it, or the run has ended.
+
+        So it has where the first task is gone.
+        """
+        names = ["end"]
+        if self.task.ranks.is_first:
+            names = [failure_of(rank) for rank in range(1, self.task.ranks.count)]
+        try:
+            return any(self.store.check([name]) for name in names)
+        except RuntimeError:
+            return True
+
+    def start(self, word: str, run: str) -> None:
+        """Tell the other tasks whether there is something to train, and of which run."""
+        self.tell("start", f"{word} {run}")
+
+    def started(self, run: str) -> str:
+        """Return what the first task tells of the start; ValueError if that is of another run."""
+        word, _, known = self.hear("start").partition(" ")
+        if known and known != run:
+            self.is_ours = False
+            raise ValueError(
+                f"MASTER_ADDR and MASTER_PORT must be those of {run}, at "
+                f"{self.task.ranks.host}:{self.task.ranks.port} is {known}"
+            )
+        return word
+
     def leave(self) -> None:
         """Leave; the first task keeps the store until all others have, for some time."""
+        if not self.is_ours:
+            return
         if not self.task.ranks.is_first:
             self.store.add("left", 1)
             return

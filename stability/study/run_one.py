@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.convert import nearest
+from stability.config.diff import hash_without
 from stability.config.schema import BASELINE
 from stability.config.study import StudyConfig
 from stability.model.ranks import is_lost_connection
@@ -58,13 +59,20 @@ def run_one(
         train_in_processes([run], 1, options, observer)
         return run
     task.check(run.config.parallel.ranks)
+    parallel = run.config.parallel
+    if options.check_observer and parallel.shard * parallel.tensor > 1:
+        raise ValueError(
+            "run: check-observer must be left out where each rank of a run that shares its weights "
+            "is a task: it writes into a folder that only one machine sees; without tasks, all "
+            "ranks on one machine, it can be asked"
+        )
     with meeting(task, os.environ) as met:
         run = _checked(study, out, runs, run, observer, here=1)
         if needs_no_training(run, observer):
-            met.tell("start", KEPT)
+            met.start(KEPT, _name_of(run))
             met.tell("end", ENDED_WELL)
             return run
-        met.tell("start", TRAIN)
+        met.start(TRAIN, _name_of(run))
         train_one_rank(run, options, observer, met)
         met.tell("end", ENDED_WELL if has_ended(run.paths) else "failed")
     return run
@@ -87,11 +95,16 @@ def follow_one(
     run = _find(study, plan_study(study, out), arm, seed)
     task.check(run.config.parallel.ranks)
     with meeting(task, os.environ) as met:
-        if met.hear("start") == TRAIN:
+        if met.started(_name_of(run)) == TRAIN:
             for rank, text in train_one_rank(run, options, observer, met):
                 if not is_lost_connection(text):
                     met.tell(failure_of(rank), text)
         return met.hear("end") == ENDED_WELL
+
+
+def _name_of(run: Run) -> str:
+    """Return what tells a run from others, whose tasks may meet at the same place by mistake."""
+    return f"{run.study}, {run.arm.name}, seed {run.seed}, {hash_without(run.config, {})[:16]}"
 
 
 def _checked(

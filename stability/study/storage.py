@@ -71,7 +71,9 @@ def _files_of(like: Path, path: Path) -> list[tuple[Path, Path]]:
 
 
 def _link(like: Path, path: Path) -> bool:
-    temporary = temporary_name(path)
+    # beside a folder of DCP's: what is in it counts
+    is_part = path.parent.suffix == ".dcp"
+    temporary = temporary_name(path.parent if is_part else path)
     try:
         temporary.hardlink_to(like)
         temporary.replace(path)

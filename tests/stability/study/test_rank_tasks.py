@@ -7,13 +7,17 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stability.config.load import load_study
 from stability.model.ranks import meeting_place
-from stability.study.rank_processes import RankProcesses
+from stability.records.manifest import read_manifest, write_manifest
+from stability.records.run_files import RunFiles
+from stability.study.rank_processes import GRACE, RankProcesses
 from stability.study.rank_tasks import Meeting, RankTask, failure_of, meeting, this_task
 from stability.study.run_one import run_one
 from stability.study.run_study import plan_study
@@ -165,6 +169,57 @@ def test_a_first_task_that_is_refused_sends_the_others_home(tasks):
             raise ValueError("no baseline")
         done.result()
     assert heard == ["stop", "failed"]
+
+
+def test_tasks_of_another_run_at_the_same_place_are_sent_away(tasks):
+    with meeting(tasks[0], {}) as first:
+        first.start("train", "s, a, seed 0, 12")
+        with (
+            pytest.raises(ValueError, match=r"must be those of s, a, seed 1, 12, at .* is s, a, s"),
+            meeting(tasks[1], {}) as second,
+        ):
+            second.started("s, a, seed 1, 12")
+        with meeting(tasks[1], {}) as second:
+            assert second.started("s, a, seed 0, 12") == "train"
+            assert first.store.add("left", 0) == 0, "one of another run has not been here"
+
+
+def test_a_rank_that_waits_for_one_that_is_gone_is_given_some_seconds(tasks, write_layout):
+    with meeting(tasks[0], {}) as first, meeting(tasks[1], {}) as second:
+        one = RankProcesses(None, 0, is_over=first.is_over)
+        other = RankProcesses(None, 0, is_first=False, is_over=second.is_over)
+        assert not first.is_over()
+        assert not second.is_over()
+        second.tell(failure_of(1), "killed by signal 9")
+        assert first.is_over()
+        assert not second.is_over()
+        first.tell("end", "failed")
+        assert second.is_over()
+        for each in (one, other):
+            each.run = SimpleNamespace(config=SimpleNamespace(parallel=SimpleNamespace(ranks=2)))
+            assert each.remaining is None
+            each.look_elsewhere()
+            assert 0 < each.remaining <= GRACE
+
+
+@pytest.mark.parametrize(
+    ("said", "state"),
+    [(LOST, "interrupted"), ("ValueError: no text", "failed")],
+)
+def test_a_lost_connection_does_not_hide_that_the_first_task_was_stopped(
+    write_layout, tmp_path, said, state
+):
+    run, observer = plan_study(load_study(write_layout()), tmp_path)[0], SilentObserver()
+    stopped = replace(RunFiles.unnamed(run.paths.root).manifest, state="interrupted")
+    write_manifest(run.paths.manifest, replace(stopped, message="the disk is full"))
+    ours, theirs = multiprocessing.get_context("forkserver").Pipe(duplex=False)
+    one = RankProcesses(run, 0, is_first=False)
+    one.members[ours] = 1, ended_process()
+    theirs.send(("rank_failed", said))
+    theirs.close()
+    while one.members:
+        one.listen(ours, observer)
+    assert read_manifest(run.paths.manifest).state == state
 
 
 def test_a_first_task_that_is_gone_says_nothing_more(tasks):
