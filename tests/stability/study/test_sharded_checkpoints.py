@@ -1,4 +1,4 @@
-"""A checkpoint that ranks write while training goes on is listed when it is whole, and not before."""
+"""A checkpoint that ranks write beside training is listed when it is whole, and not before."""
 
 from concurrent.futures import Future
 
