@@ -138,7 +138,7 @@ def test_a_run_over_ranks_repeats_to_the_bit(base):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "sequence"])
-def test_looking_changes_no_bit_call_over_ranks(base, layout):
+def test_looking_changes_no_bit_over_ranks(base, layout):
     config = replace(base, parallel=TWO[layout], precision="bf16-mixed")
     assert all(check.equal for check in call_over_ranks(2, _checked, config))
 
