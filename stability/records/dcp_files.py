@@ -9,12 +9,12 @@ snapshot is written.
 """
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import torch
@@ -135,7 +135,7 @@ def copy_dcp(source: Path, target: Path, *, files: Mapping[str, bytes]) -> None:
         file_operations.make_folder(temporary)
         for path in sorted(source.iterdir()):
             if path.name not in files:
-                write_whole(temporary / path.name, partial(shutil.copyfile, check_plain(path)))
+                write_whole(temporary / path.name, partial(copyfile, check_plain(path)))
         _write_files(temporary, files)
         _name(temporary, target)
     except OSError as error:
@@ -149,8 +149,8 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         write_whole(folder / name, partial(_write_bytes, content=content))
 
 
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+def _write_bytes(temporary: Path, content: bytes) -> None:
+    temporary.write_bytes(content)
 
 
 def _name(temporary: Path, folder: Path) -> None:
