@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from stability.model.ranks import Ranks
-from stability.recorder.sharded_weights import is_sharded, record_weights
+from stability.recorder.sharded_weights import record_weights
+from stability.recorder.writer import is_sharded
 from stability.records.manifest import PATIENCE
 
 __all__ = ["FollowingWitness", "FollowingWriter"]

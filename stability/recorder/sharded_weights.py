@@ -14,21 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from stability.metrics.instability import count_nonfinite
 from stability.metrics.pieces import Piece, pieces_of
 from stability.metrics.sharded_drift import sharded_drift
 from stability.metrics.weight_counts import weight_counts
-from stability.metrics.weight_hash import finished_weight_hash, local_weight_hash
-from stability.metrics.weight_sketch import finished_weight_sketch, local_weight_sketch
 from stability.model.ranks import beside
+from stability.recorder.sketching import stored_sketch
 from stability.records.dcp_files import DcpWrite, fill_state, write_dcp
 from stability.records.snapshots import check_same_weights
 from stability.records.weight_files import open_snapshot
 from stability.records.weight_sketches import StoredSketch
 
-__all__ = ["Due", "Found", "is_sharded", "record_weights"]
+__all__ = ["Due", "Found", "record_weights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +55,6 @@ class Found:
     drift: dict[str, dict[str, float]] | None
 
 
-def is_sharded(state: Mapping[str, Tensor]) -> bool:
-    """Whether no process holds all of `state`; the same on every rank that holds a part of it."""
-    return any(isinstance(value, DTensor) for value in state.values())
-
-
 def record_weights(state: Mapping[str, Tensor], due: Due) -> Found:
     """Do this rank's part of what is due; all ranks must call it, with what each holds.
 
@@ -73,24 +66,15 @@ def record_weights(state: Mapping[str, Tensor], due: Due) -> Found:
     return Found(
         # the disk is written to while the ranks measure
         write=write,
-        sketch=_sketched(pieces) if due.sketch else None,
+        sketch=stored_sketch(pieces, _added_up) if due.sketch else None,
         counts=_counted(pieces) if due.counts else None,
         drift=_drift(state, due.baseline, of_both=due.of_both) if due.baseline else None,
     )
 
 
-def _sketched(pieces: Mapping[str, Piece]) -> StoredSketch:
-    # one reduction for both; each wraps around, or carries, as it should
-    hashed, sketched = local_weight_hash(pieces), local_weight_sketch(pieces)
-    joined = torch.cat([hashed, sketched])
-    dist.all_reduce(joined)
-    found = finished_weight_sketch(joined[2:], pieces)
-    return StoredSketch(
-        weights=finished_weight_hash(joined[:2], pieces),
-        outline=found.outline,
-        outside=found.outside,
-        buckets=found.buckets,
-    )
+def _added_up(own: Tensor) -> Tensor:
+    dist.all_reduce(own)
+    return own
 
 
 def _counted(pieces: Mapping[str, Piece]) -> tuple[float, list[int]]:
@@ -98,8 +82,7 @@ def _counted(pieces: Mapping[str, Piece]) -> tuple[float, list[int]]:
     filled = [values for values in weights if values.numel()]
     nonfinite = int(count_nonfinite(filled)) if filled else 0
     found = torch.tensor([nonfinite, *weight_counts(filled)]).to(_device(pieces))
-    dist.all_reduce(found)
-    total, *counts = found.tolist()
+    total, *counts = _added_up(found).tolist()
     return float(total), counts
 
 

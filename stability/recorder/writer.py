@@ -37,7 +37,7 @@ from stability.records.run_files import RunFiles, read_summed_snapshot, summed_s
 from stability.records.run_lease import LeaseLostError
 from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import check_same_weights, write_snapshot
-from stability.records.weight_sketches import StoredSketch, write_weight_sketch
+from stability.records.weight_sketches import write_weight_sketch
 from stability.records.witness import Witness, write_witness
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ __all__ = [
     "LOG_PROBABILITIES",
     "Baseline",
     "RunWriter",
+    "is_sharded",
     "running_hashes",
     "stopped",
 ]
@@ -151,7 +152,7 @@ class RunWriter:
         """
         is_due = self._baseline is not None and step in self._baseline.steps
         baseline = self._baseline if is_due else None
-        if _is_sharded(state):
+        if is_sharded(state):
             self._record_sharded(step, state, baseline, is_logged=False)
             return
         self.snapshot(step, state)
@@ -163,13 +164,16 @@ class RunWriter:
 
     def snapshot(self, step: int, state: "Mapping[str, Tensor]") -> None:
         """Write the weights after `step` updates, of which the log may tell already, and sketch."""
-        if _is_sharded(state):
+        if is_sharded(state):
             self._record_sharded(step, state, None, is_logged=True)
             return
         self._write(self._files.paths.snapshot(step), state)
         path = self._files.paths.sketch(step)
         if path not in self._files:
-            write_weight_sketch(path, _sketched(state))
+            from stability.metrics.pieces import pieces_of  # heavy: torch
+            from stability.recorder.sketching import stored_sketch
+
+            write_weight_sketch(path, stored_sketch(pieces_of(state)))
             self._files.add(path)
 
     def held_out(self, step: int, loss: float) -> None:
@@ -304,6 +308,12 @@ class RunWriter:
         self.log.append(step, metrics, None, **{DRIFT_OF: own_sum, DRIFT_FROM: other_sum})
 
 
+def is_sharded(state: "Mapping[str, Tensor]") -> bool:
+    """Whether no process holds all of `state`; the same on every rank that holds a part of it."""
+    # by their class's name: most processes never load DTensor
+    return any(type(value).__name__ == "DTensor" for value in state.values())
+
+
 def running_hashes(batches: Iterable[str]) -> Iterator[str]:
     """Give the hash of all batches up to each update; empty from the first that was not seen."""
     digest: str | None = ""
@@ -331,21 +341,6 @@ def _steps_logged(paths: RunPaths) -> int:
     return max(read_text(paths.metrics, BATCH_HASH), default=0)
 
 
-def _sketched(state: "Mapping[str, Tensor]") -> StoredSketch:
-    from stability.metrics.pieces import pieces_of  # heavy: torch
-    from stability.metrics.weight_hash import finished_weight_hash, local_weight_hash
-    from stability.metrics.weight_sketch import finished_weight_sketch, local_weight_sketch
-
-    pieces = pieces_of(state)
-    found = finished_weight_sketch(local_weight_sketch(pieces), pieces)
-    return StoredSketch(
-        weights=finished_weight_hash(local_weight_hash(pieces), pieces),
-        outline=found.outline,
-        outside=found.outside,
-        buckets=found.buckets,
-    )
-
-
 def _chained(digest: str | None, batch: str) -> str | None:
     if digest is None or not batch:
         return None
@@ -354,8 +349,3 @@ def _chained(digest: str | None, batch: str) -> str | None:
 
 def _shapes(state: "Mapping[str, Tensor]") -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in state.items()}
-
-
-def _is_sharded(state: "Mapping[str, Tensor]") -> bool:
-    # by their class's name: most processes never load DTensor
-    return any(type(value).__name__ == "DTensor" for value in state.values())
