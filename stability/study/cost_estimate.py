@@ -43,7 +43,7 @@ from stability.study.fresh_process import call_for
 from stability.study.memory_estimate import Estimate, estimate_memory
 from stability.study.run import Run
 from stability.study.size_check import planned_files
-from stability.study.storage import keeps_snapshot, stored_once
+from stability.study.storage import keeps, stored_once
 from stability.tracking.loggers import RecordsLogger
 
 __all__ = ["StudyCost", "Trial", "cost_of", "time_arm"]
@@ -153,12 +153,7 @@ def _stored(runs: Sequence[Run], keep: str) -> dict[str, int]:
             for step in steps:
                 is_last = step == max(steps)
                 key = (what, *stored_once(run, step))
-                if what == "checkpoints":
-                    stays = keep == "all"
-                elif what == "snapshots":
-                    stays = keeps_snapshot(run, keep, step=step, is_last=is_last, larger=larger)
-                else:
-                    stays = True
+                stays = keeps(run, keep, what, step=step, is_last=is_last, larger=larger)
                 if what in ("snapshots", "sketches"):
                     stays &= key not in seen
                     seen |= {key} if stays else set()

@@ -117,14 +117,19 @@ def _as_probed(arm: Arm, *, is_first: bool) -> Arm:
 
 
 def check_study(
-    runs: list[Run], jobs: int = 1, *, isolated: bool = False, here: int = 0
+    runs: list[Run],
+    jobs: int = 1,
+    *,
+    isolated: bool = False,
+    here: int = 0,
+    keep: str = "all",
 ) -> list[tuple[Run, list[str]]]:
     """Check everything that can be known before training `jobs` runs at once; write nothing.
 
     Returns each run that has ended and what is damaged of it: see `run.reopen`. `isolated`, what
     needs the user's modules is checked in processes of their own: else all that comes later would
     find what they do to a process. `here` is how many ranks of a run train on this machine, 0 for
-    all.
+    all; `keep` is the study's, by which files make room for others.
     StudyError for a device or precision that cannot be had, an unknown attention, a text that is
     missing or too short, sizes beyond this machine's memory or disk; RunConflictError for a
     directory that holds another run.
@@ -149,7 +154,7 @@ def check_study(
         # before any model is built, which may itself be beyond memory
         _check_gpus(to_train, here)
         check_memory(to_train, jobs)
-        check_disk(to_train, runs[0].paths.root.parent.parent)
+        check_disk(to_train, runs[0].paths.root.parent.parent, keep)
         for its_runs in arms.values():
             # the first run of each arm: those of further seeds may train without a probe
             call(its_runs[0].config, _check_parts, its_runs[0].config)
@@ -207,7 +212,11 @@ def run_study(
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    damaged = _check_records(runs) if elsewhere else check_study(runs, jobs, isolated=isolated)
+    # side by side nothing is dropped before all runs have ended
+    keep = study.keep if isolated and jobs == 1 else "all"
+    damaged = (
+        _check_records(runs) if elsewhere else check_study(runs, jobs, isolated=isolated, keep=keep)
+    )
     sealed = sealed_under(study, out, runs)
     for run, found in damaged:
         reopen(run, found, observer)

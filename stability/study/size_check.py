@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.records.paths import (
     checkpoint_steps,
     prediction_steps,
@@ -24,6 +25,7 @@ from stability.study.assemble import resolve_device
 from stability.study.machine_memory import Memory, gpu_memory, host_memory
 from stability.study.memory_estimate import Estimate, Part, estimate_memory, weight_bytes
 from stability.study.run import Run
+from stability.study.storage import keeps
 
 __all__ = [
     "check_disk",
@@ -91,10 +93,14 @@ def most_at_once(runs: Sequence[Run], jobs: int) -> int:
     return most
 
 
-def check_disk(runs: Sequence[Run], out: Path) -> None:
-    """ValueError if the disk of the folder `out` has no room for what `runs` have yet to write."""
+def check_disk(runs: Sequence[Run], out: Path, keep: str = "all") -> None:
+    """ValueError if the disk of the folder `out` has no room for what `runs` have yet to write.
+
+    What `keep` drops of a seed goes when all runs of the seed have ended, before the next ones
+    need its room: of all seeds it counts once.
+    """
     needs = [(files_to_write(run), run) for run in runs]
-    needed = sum(estimate.bytes for estimate, _ in needs)
+    needed = sum(estimate.bytes for estimate, _ in needs) - _room_used_again(runs, keep)
     there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
     found = os.statvfs(there)
     free = found.f_bavail * found.f_frsize  # what is left to those who are not root
@@ -105,12 +111,37 @@ def check_disk(runs: Sequence[Run], out: Path) -> None:
         f"{out}: must have room for the study, got {in_units(free)} free and at least "
         f"{in_units(needed)} to be written by {len(runs)} runs; one of arm {run.arm.name} writes "
         f"{in_units(most.bytes)}, {_mostly(most)}; ask for fewer train.snapshot_steps or "
-        "train.keep_checkpoints, or use --out for another disk"
+        "train.keep_checkpoints, keep less (--keep), or use --out for another disk"
     )
+
+
+def _room_used_again(runs: Sequence[Run], keep: str) -> int:
+    """Return the bytes that are dropped of the seeds but one: of that which drops least."""
+    larger = any(touches(run.arm.diff, CHANGES_WEIGHTS) for run in runs)
+    dropped: dict[int, int] = {}
+    for run in runs:
+        last = run.last_step
+        for what, (steps, size) in _yet_to_write(run).items():
+            gone = sum(
+                not keeps(run, keep, what, step=step, is_last=step == last, larger=larger)
+                for step in steps
+            )
+            dropped[run.seed] = dropped.get(run.seed, 0) + gone * size
+    return sum(dropped.values()) - min(dropped.values(), default=0)
 
 
 def files_to_write(run: Run) -> Estimate:
     """Return what the run's files will take when it ends, less those that are there."""
+    return Estimate(
+        tuple(
+            Part(f"{len(steps)} {what} of {in_units(size)}", len(steps) * size)
+            for what, (steps, size) in _yet_to_write(run).items()
+        )
+    )
+
+
+def _yet_to_write(run: Run) -> dict[str, tuple[set[int], int]]:
+    """Return `planned_files` less the steps whose files are there."""
     planned, paths = planned_files(run), run.paths
     # what an earlier start left is counted by its steps, whatever is in the files
     there = {
@@ -118,15 +149,13 @@ def files_to_write(run: Run) -> Estimate:
         "sketches": {*sketch_steps(paths)},
         "predictions": {*prediction_steps(paths)},
     }
-    counts = {what: len(steps - there.get(what, set())) for what, (steps, _) in planned.items()}
-    counts["checkpoints"] = max(0, counts["checkpoints"] - len(checkpoint_steps(paths)))
-    sizes = {what: size for what, (_, size) in planned.items()}
-    return Estimate(
-        tuple(
-            Part(f"{count} {what} of {in_units(sizes[what])}", count * sizes[what])
-            for what, count in counts.items()
-        )
-    )
+    found = {
+        what: (steps - there.get(what, set()), size) for what, (steps, size) in planned.items()
+    }
+    # of checkpoints only the last are kept: those of any steps make room for these
+    saved, size = planned["checkpoints"]
+    found["checkpoints"] = {*sorted(saved)[len(checkpoint_steps(paths)) :]}, size
+    return found
 
 
 def planned_files(run: Run) -> dict[str, tuple[set[int], int]]:

@@ -33,7 +33,7 @@ from stability.study.run import Run, has_ended, locked
 __all__ = [
     "baselines_to_restore",
     "drop_by_policy",
-    "keeps_snapshot",
+    "keeps",
     "link_equal_files",
     "stored_once",
 ]
@@ -114,11 +114,11 @@ def _not_kept(run: Run, keep: str, *, larger: bool) -> Iterable[Path]:
     yield from (paths.held_checkpoint(step) for step in checkpoint_steps(paths))
     steps = snapshot_steps(paths)
     for step in steps:
-        if not keeps_snapshot(run, keep, is_last=step == steps[-1], step=step, larger=larger):
+        if not _keeps_snapshot(run, keep, is_last=step == steps[-1], step=step, larger=larger):
             yield paths.held_snapshot(step)
 
 
-def keeps_snapshot(run: Run, keep: str, *, step: int, is_last: bool, larger: bool) -> bool:
+def _keeps_snapshot(run: Run, keep: str, *, step: int, is_last: bool, larger: bool) -> bool:
     """Whether `keep` keeps a run's snapshot of a step; `larger`: whether an arm adds weights."""
     is_baseline = run.arm.name == BASELINE
     if keep == "all" or step == 0 or (keep == "last" and is_last):
@@ -126,6 +126,13 @@ def keeps_snapshot(run: Run, keep: str, *, step: int, is_last: bool, larger: boo
     if keep == "reference" and (is_baseline or run.arm.role == "reference"):
         return True
     return larger and (is_baseline or touches(run.arm.diff, CHANGES_WEIGHTS))
+
+
+def keeps(run: Run, keep: str, what: str, *, step: int, is_last: bool, larger: bool) -> bool:
+    """Whether `keep` keeps a run's file of a step, of a kind as `planned_files` names them."""
+    if what == "snapshots":
+        return _keeps_snapshot(run, keep, step=step, is_last=is_last, larger=larger)
+    return keep == "all" or what != "checkpoints"
 
 
 def stored_once(run: Run, step: int) -> tuple[object, ...]:

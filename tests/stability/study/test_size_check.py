@@ -125,6 +125,31 @@ def _on_disk(folder):
     return sum(path.stat().st_size for kind in kinds for path in folder.rglob(kind))
 
 
+def test_seeds_use_the_room_again_of_what_is_dropped(write_study, tmp_path, monkeypatch):
+    def edit(content):
+        content["arms"] = {name: content["arms"][name] for name in ("baseline", "rerun")}
+        content["yardstick"] = ""
+        content["seeds"] = [0, 1, 2]
+
+    runs = plan_study(load_study(write_study(edit)), tmp_path / "runs")
+    whole = sum(size_check.files_to_write(run).bytes for run in runs)
+    by_kind = size_check.planned_files(runs[0])
+    (steps, snapshot), (saved, checkpoint) = by_kind["snapshots"], by_kind["checkpoints"]
+    # with `none` the snapshot of step 0 stays, with `last` that of the last step too
+    for keep, kept in [("none", 1), ("last", 2), ("reference", len(steps))]:
+        of_baseline = (len(steps) - kept) * snapshot * (keep != "reference")
+        of_rerun = (len(steps) - (kept if keep != "reference" else 1)) * snapshot
+        again = 2 * (of_baseline + of_rerun) + 4 * len(saved) * checkpoint
+        needed = whole - again
+        _free(monkeypatch, needed - 1)
+        with pytest.raises(ValueError, match=r"must have room for the study"):
+            size_check.check_disk(runs, tmp_path, keep)
+        _free(monkeypatch, needed)
+        size_check.check_disk(runs, tmp_path, keep)
+    with pytest.raises(ValueError, match=r"must have room for the study"):
+        size_check.check_disk(runs, tmp_path)
+
+
 @pytest.mark.slow
 def test_the_disk_must_hold_what_is_yet_to_be_written(write_study, tmp_path, monkeypatch):
     def edit(content):
