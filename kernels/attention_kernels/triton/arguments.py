@@ -25,6 +25,7 @@ from attention_kernels.operands import Operand
 from attention_kernels.points import POINTS
 
 __all__ = [
+    "MAX_LEN",
     "Constants",
     "Factors",
     "Lengths",
@@ -35,6 +36,10 @@ __all__ = [
     "lengths_of",
     "masks_of",
 ]
+
+
+MAX_LEN = 2**29
+"""Sequences are shorter: three lengths and two blocks add up within 31 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ def constants_of(
     `bias_trained` asks for those of the kernel that computes the bias's gradient.
     With incoherent processing the gradients are rounded after they are rotated back, outside.
     """
-    left, right = mask.offsets()
+    left, right = _narrower(mask.offsets(), q.shape[2], k.shape[2])
     points = []
     for name, point in POINTS.items():
         # FP64 changes nothing: these gradients are rounded after they are rotated back, outside.
@@ -155,6 +160,18 @@ def constants_of(
         block_q=numerics.tiling.block_q,
         block_k=numerics.tiling.block_k,
     )
+
+
+def _narrower(
+    offsets: tuple[int | None, int | None], query_len: int, key_len: int
+) -> tuple[int | None, int | None]:
+    """Return the offsets less those that hide nothing: added to a place they may pass 32 bits."""
+    left, right = offsets
+    if left is not None and left >= key_len:
+        left = None
+    if right is not None and right >= query_len > 0:
+        right = None
+    return left, right
 
 
 def _block_of(head_dim: int) -> int:
@@ -211,11 +228,22 @@ def factors_of(operands: Sequence[Operand]) -> Factors:
 
 
 def lengths_of(mask: Mask, q: Tensor, k: Tensor) -> Lengths:
-    """Return what decides how many programs a launch has; reads packed offsets to the host."""
+    """Return what decides how many programs a launch has; reads packed offsets to the host.
+
+    ValueError for a sequence of `MAX_LEN` or more: sums of places (`spans`) would pass 32 bits.
+    """
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
-        return Lengths(q.shape[0], q.shape[2], k.shape[2])
-    longest = [int(x.diff().max()) for x in (mask.cu_seqlens_q, mask.cu_seqlens_k)]
-    return Lengths(len(mask.cu_seqlens_q) - 1, max(1, longest[0]), max(1, longest[1]))
+        found = Lengths(q.shape[0], q.shape[2], k.shape[2])
+    else:
+        longest = [int(x.diff().max()) for x in (mask.cu_seqlens_q, mask.cu_seqlens_k)]
+        found = Lengths(len(mask.cu_seqlens_q) - 1, max(1, longest[0]), max(1, longest[1]))
+    for what, length in (("query_len", found.query), ("key_len", found.key)):
+        if length >= MAX_LEN:
+            raise ValueError(
+                f"flash_attention: {what} must be below {MAX_LEN} for the Triton kernels, got "
+                f"{length}"
+            )
+    return found
 
 
 def masks_of(mask: Mask, q: Tensor, k: Tensor, numerics: FlashNumerics) -> Masks:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.triton.rounding import contain, dot, exponential, to_work
+from attention_kernels.triton.spans import key_span, row_span
 from attention_kernels.triton.tiles import (
     at_head,
     at_row,
@@ -30,12 +31,10 @@ from attention_kernels.triton.tiles import (
     finite_or_zero,
     format_at,
     kept,
-    key_span,
     load_factor,
     load_rows,
     place,
     rounded,
-    row_span,
     row_sum,
     scale_kept,
     store_rows,

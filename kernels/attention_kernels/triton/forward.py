@@ -9,7 +9,7 @@ split - the largest lse).
 
 A query block walks its keys in up to three stretches: blocks that some row sees in part on the
 left, blocks that every row sees whole, and those cut on the right. The middle one, where most of
-the work is, tests no mask and loads no tail (`tiles.whole_span`).
+the work is, tests no mask and loads no tail (`spans.whole_span`).
 
 Operands come rounded (`operands`). Values between rounding points are FP32 or FP64 (`N.work`).
 Strides are tuples (batch, head, row, dim). Leaves out the launch (`launch`), gradients (`backward`)
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work
+from attention_kernels.triton.spans import key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
     at_head,
     bounds,
@@ -30,7 +31,6 @@ from attention_kernels.triton.tiles import (
     finite_or_zero,
     format_at,
     kept,
-    key_span,
     load_factor,
     load_rows,
     one_for_zero,
@@ -41,7 +41,6 @@ from attention_kernels.triton.tiles import (
     scale_kept,
     store_rows,
     tile_scores,
-    whole_span,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -170,17 +169,6 @@ def _attend_blocks(
 
 
 @triton.jit
-def _split_span(first, stop, key_len, o_split, N: tl.constexpr):
-    """Return the part of [first, stop) that is in this split's share of the key blocks."""
-    if N.splits > 1:
-        blocks = (key_len + N.block_k - 1) // N.block_k
-        share = (blocks + N.splits - 1) // N.splits * N.block_k
-        first = tl.maximum(first, o_split * share)
-        stop = tl.maximum(tl.minimum(stop, (o_split + 1) * share), first)
-    return first, stop
-
-
-@triton.jit
 def forward_kernel(
     p_q,
     p_k,
@@ -227,7 +215,7 @@ def forward_kernel(
         b_max = tl.where(o_split == 0, b_sink, b_max)
         b_sum = tl.where(o_split == 0, 1.0, b_sum)
     first, stop = key_span(o_start, query_len, key_len, N)
-    first, stop = _split_span(first, stop, key_len, o_split, N)
+    first, stop = split_span(first, stop, key_len, o_split, N)
     begin, end = whole_span(o_start, query_len, key_len, first, stop, N)
     if N.reversed or N.has_left:
         low = end if N.reversed else first

@@ -160,52 +160,6 @@ def load_factor(p_factors, o_batch, o_head, heads, blocks, o_block, N: tl.conste
 
 
 @triton.jit
-def key_span(o_start, query_len, key_len, N: tl.constexpr):
-    """Return the key blocks that positions allow to any row of a query block: first, stop."""
-    offset = key_len - query_len
-    first = 0
-    stop = key_len
-    if N.has_left:
-        first = tl.maximum(o_start + offset - N.left, 0) // N.block_k * N.block_k
-    if N.has_right:
-        last_row = tl.minimum(o_start + N.block_q, query_len)
-        stop = tl.minimum(key_len, last_row + offset + N.right)
-    # Programs past the end of a packed sequence attend nothing.
-    return first, tl.where(o_start < query_len, stop, 0)
-
-
-@triton.jit
-def whole_span(o_start, query_len, key_len, first, stop, N: tl.constexpr):
-    """Return the key blocks inside [first, stop) that every row sees whole: begin, end."""
-    offset = key_len - query_len
-    begin = first
-    end = stop // N.block_k * N.block_k
-    if N.has_left:
-        seen = tl.maximum(o_start + N.block_q - 1 + offset - N.left, 0)
-        begin = tl.maximum(first, (seen + N.block_k - 1) // N.block_k * N.block_k)
-    if N.has_right:
-        seen = tl.maximum(o_start + offset + N.right + 1, 0)
-        end = tl.minimum(end, seen // N.block_k * N.block_k)
-    if N.has_tensors:
-        end = first
-    end = tl.maximum(end, first)
-    return tl.minimum(begin, end), end
-
-
-@triton.jit
-def row_span(o_start, query_len, key_len, N: tl.constexpr):
-    """Return the query blocks of which any row may see any key of a key block: first, stop."""
-    offset = key_len - query_len
-    first = 0
-    stop = query_len
-    if N.has_right:
-        first = tl.maximum(o_start - offset - N.right, 0) // N.block_q * N.block_q
-    if N.has_left:
-        stop = tl.minimum(query_len, o_start + N.block_k + N.left - offset)
-    return first, tl.where(o_start < key_len, stop, 0)
-
-
-@triton.jit
 def tile_scores(
     b_left,
     b_right,
