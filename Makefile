@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow test-clusters install-clusters lint bench gpu experiments docs clean
+.PHONY: install demo test test-slow test-clusters install-clusters mutants lint bench gpu experiments docs clean
 
 install: $(INSTALLED)
 
@@ -41,6 +41,10 @@ install-clusters: $(CLUSTERS)
 $(CLUSTERS): $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
+
+# plants each mistake of tests/mutants/kernels.toml in a copy of the kernels: tests have to find it
+mutants: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python tests/mutants/run.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -173,32 +173,14 @@ def test_no_block_is_lost_and_none_is_idle_at_any_small_size():
     assert faults_of(12, SMALL) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_block_is_lost_and_none_is_idle_at_any_size_to_70():
     blocks = [(16, 16), (16, 64), (64, 16), (32, 32), (64, 64), (7, 5)]
     assert faults_of(70, blocks) == {}
 
 
-_SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "kind"),
-    [
-        ("row_span", "left", "has_left", "lost"),
-        pytest.param("row_span", "block_k", "block_q", "lost", marks=_SLOW),
-        pytest.param("row_span", "right", "left", "lost", marks=_SLOW),
-        pytest.param("key_span", "block_q", "block_k", "lost", marks=_SLOW),
-        pytest.param("key_span", "left", "has_left", "lost", marks=_SLOW),
-        pytest.param("key_span", "minimum", "maximum", "idle", marks=_SLOW),
-        pytest.param("whole_span", "block_k", "block_q", "whole", marks=_SLOW),
-        pytest.param("whole_span", "left", "right", "whole", marks=_SLOW),
-        pytest.param("whole_span", "minimum", "maximum", "whole", marks=_SLOW),
-        pytest.param("split_span", "minimum", "maximum", "split", marks=_SLOW),
-    ],
-)
-def test_another_constant_in_a_span_is_found(name, old, new, kind):
-    assert kind in faults_of(9, SMALL, changed=[(name, old, new)])
+def test_another_bound_in_a_span_is_found():
+    assert "lost" in faults_of(9, SMALL, changed=[("row_span", "left", "has_left")])
 
 
 class Watched(int):
