@@ -344,6 +344,9 @@ def test_the_maximum_is_kept_up_to_the_threshold_in_powers_of_two():
     expected = torch.tensor([0.0, 4.1 * bits, 1.0, -torch.inf, 1.0])
     assert torch.equal(running_maximum(old, new, kept), expected)
     assert torch.equal(running_maximum(old, new, PROFILES["fa2"].softmax), new)
+    growth = torch.tensor([3.0])
+    edge = PROFILES["fa2"].with_(rescale_threshold=float(growth * math.log2(math.e))).softmax
+    assert running_maximum(torch.zeros(1), growth, edge) == 0.0, "kept at the threshold itself"
 
 
 def test_every_factor_of_scaled_operands_is_multiplied_back():
