@@ -27,7 +27,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named, input_format
-from attention_kernels.points import POINTS, BackwardNumerics, ForwardNumerics, check_formats
+from attention_kernels.points import (
+    POINTS,
+    UNROUNDED,
+    BackwardNumerics,
+    ForwardNumerics,
+    check_formats,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +47,13 @@ __all__ = [
     "Tiling",
 ]
 
-# Blocks of Triton are powers of two, and tl.dot takes no side below 16.
-BLOCK_SIZES = (16, 32, 64, 128, 256)
+# tl.dot takes no side below 16. Blocks of Triton are powers of two; the twin takes 96 as well.
+BLOCK_SIZES = (16, 32, 64, 96, 128, 256)
 EXPS = ("exact", "exp2", "exp2_polynomial")
 LOOP_ORDERS = ("query_outer", "key_outer")
 KEY_ORDERS = ("forward", "reversed")
+MAX_RULES = ("bounded", "published")
+GRADIENT_SCALES = ("sums", "probabilities")
 SCALINGS = ("none", "per_tensor", "per_block")
 DOTS = ("ieee", "tf32", "tf32x3")
 
@@ -60,11 +68,23 @@ class Softmax:
     """The running max follows a new one only when that exceeds it by more than this, in log2."""
     repeated_max_beta: float = 1.0
     """Above 1: the factor on a positive block maximum that occurs more than once; 1 is off."""
+    repeated_max_tolerance: float = 0.0
+    """Scores that are this close to the block's maximum count as it."""
+    repeated_max_rule: str = "bounded"
+    """`bounded`: past a shift of 6, powers of two are taken back; `published`: none are, and a key
+    block that is hidden from a row counts as a negative maximum, which becomes 0."""
 
     def __post_init__(self) -> None:
         _check_choice(self, "exp", EXPS)
         _check_number(self, "rescale_threshold", low=0.0)
         _check_number(self, "repeated_max_beta", low=1.0)
+        _check_number(self, "repeated_max_tolerance", low=0.0)
+        _check_choice(self, "repeated_max_rule", MAX_RULES)
+
+    @property
+    def moves_hidden(self) -> bool:
+        """Whether a key block that is hidden from a row moves the maximum of the row."""
+        return self.repeated_max_beta > 1.0 and self.repeated_max_rule == "published"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +138,8 @@ class Arithmetic:
     """Of stochastic rounding and of the signs of incoherent processing."""
     dot: str = "ieee"
     """Products of FP32 operands: as they are, as TF32, or as three TF32 products."""
+    gradient_scale: str = "sums"
+    """What is multiplied by scale in the backward: dQ and dK at the end, or P in each dS."""
     fp_fusion: bool = False
     """Let the compiler contract a multiply and an add; the Triton engine alone can."""
 
@@ -126,6 +148,7 @@ class Arithmetic:
         # The hash behind stochastic rounding takes 32-bit words.
         _check_integer(self, "seed", low=0, high=2**32 - 1)
         _check_choice(self, "dot", DOTS)
+        _check_choice(self, "gradient_scale", GRADIENT_SCALES)
         _check_flag(self, "fp_fusion")
 
 
@@ -152,7 +175,8 @@ class _Numerics(abc.ABC):
     def work_format(self) -> str:
         """FP32 if it holds every named format, else FP64; read it of resolved numerics."""
         # a value that FP32 does not hold would be rounded twice, or lose bits that the format keeps
-        narrow = all(format_named(name).fits(FORMATS["fp32"]) for name in self._formats())
+        named = (name for name in self._formats() if name != UNROUNDED)
+        narrow = all(format_named(name).fits(FORMATS["fp32"]) for name in named)
         return "fp32" if narrow else "fp64"
 
     def work_dtype(self) -> "torch.dtype":
@@ -180,6 +204,8 @@ class FlashNumerics(_Numerics):
                 "FlashNumerics: rescale_threshold must be 0 with loop_order 'key_outer', got "
                 f"{self.softmax.rescale_threshold}; the stored output is normalised at each block"
             )
+        for name in ("exponents", "summands"):
+            self._check_infinity(name)
         # the format is not known before `resolve`, which makes a new value and so comes here again
         if self.forward.probabilities == "input":
             return
@@ -192,6 +218,18 @@ class FlashNumerics(_Numerics):
                 "FlashNumerics: rescale_threshold must keep P within probabilities "
                 f"{format.name!r}, whose largest value is {format.max_value:g}, got "
                 f"{self.softmax.rescale_threshold}, where P reaches {largest:g}; use 0"
+            )
+
+    def _check_infinity(self, name: str) -> None:
+        """Raise ValueError unless the field's format holds -inf: the exponent of what is hidden."""
+        value = getattr(self.forward, name)
+        if value in ("input", UNROUNDED):
+            return
+        format = format_named(value)
+        if not format.infinities or format.saturate:
+            raise ValueError(
+                f"FlashNumerics: {name} must be a format with infinities, got {value!r}; what is "
+                "hidden is -inf there"
             )
 
     def with_(self, **changes: Any) -> Self:
@@ -239,9 +277,12 @@ class FlashNumerics(_Numerics):
         Read it of resolved numerics. With FP32 statistics and sums, most points change nothing, and
         an engine that asks here first spends no time on them.
         """
-        work = FORMATS[self.work_format]
-        formats = {point: format_named(self.format_at(point)) for point in POINTS}
-        return {p: None if f.changes_nothing(work) else f for p, f in formats.items()}
+        work, targets = FORMATS[self.work_format], {}
+        for point in POINTS:
+            name = self.format_at(point)
+            format = None if name == UNROUNDED else format_named(name)
+            targets[point] = None if format is None or format.changes_nothing(work) else format
+        return targets
 
     def _formats(self) -> Iterable[str]:
         return (*asdict(self.forward).values(), *asdict(self.backward).values())

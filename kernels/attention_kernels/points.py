@@ -12,8 +12,14 @@ numbers decide bits: they are never reused or renumbered, and a new point takes 
 
 The twin and the Triton kernels name a point where they round, and read its format and stream from
 here. The defaults are FlashAttention-2's in BF16 or FP16: operands of products in the inputs'
-format, all else in FP32. Imports no torch. Leaves out what else decides the bits (`numerics`), and
-the points of attention that holds the whole score matrix (`numerics.BaselineNumerics`).
+format, all else in FP32.
+
+A field that defaults to UNROUNDED names steps that kernels keep in registers, between two of the
+other points: nothing is rounded there unless a format is given. An implementation made of PyTorch
+operations on BF16 tensors rounds there too, since each operation returns BF16 (`profiles`).
+
+Imports no torch. Leaves out what else decides the bits (`numerics`), and the points of attention
+that holds the whole score matrix (`numerics.BaselineNumerics`).
 """
 
 import difflib
@@ -27,24 +33,31 @@ __all__ = [
     "FIELDS",
     "POINTS",
     "SIGNS_STREAM",
+    "UNROUNDED",
     "BackwardNumerics",
     "ForwardNumerics",
     "Point",
     "check_formats",
 ]
 
+UNROUNDED = "work"
+"""In place of a format: values stay in the work format. Of the fields that default to it alone."""
+
 
 def check_formats(group: Any, *others: str) -> None:
-    """Raise ValueError unless every field of `group` but `others` names a format or is "input"."""
+    """Raise ValueError unless every field of `group` but `others` names a format or is "input".
+
+    A field that is UNROUNDED by default may be that as well.
+    """
     for point in fields(group):
         name = getattr(group, point.name)
-        if point.name in others or name == "input":
+        if point.name in others or name in ("input", point.default):
             continue
         try:
             format_named(name)
         # TypeError: a list from YAML can't be hashed by the cache of `format_named`
         except (ValueError, TypeError) as error:
-            allowed = ["input", *FORMATS]
+            allowed = ["input", *([UNROUNDED] if point.default == UNROUNDED else []), *FORMATS]
             near = difflib.get_close_matches(str(name), allowed, n=3, cutoff=0.4) or allowed
             raise ValueError(
                 f"{type(group).__name__}: {point.name} must be a format, got {name!r}; "
@@ -58,12 +71,22 @@ class ForwardNumerics:
 
     operands: str = "input"
     """q, k, v (and dO in the backward) as they enter the dot products."""
+    products: str = UNROUNDED
+    """q k^T, before it is multiplied by scale."""
     scores: str = "fp32"
     """scale * q k^T with softcap and bias, once per element, before the mask."""
     statistics: str = "fp32"
     """Running max, exp(score - max), rescale factor and running sum."""
+    exponents: str = UNROUNDED
+    """score - max and old max - new max, which exp is taken of (score - lse in the backward)."""
+    summands: str = UNROUNDED
+    """What the running sum and lse add up: a block's sum of P, rescaled old sum, log(sum)."""
     probabilities: str = "input"
     """exp(score - max) as operand of the product with v (P in the backward, of dV)."""
+    rescaled_accumulator: str = UNROUNDED
+    """Rescale factor * accumulator, before P v is added."""
+    block_output: str = UNROUNDED
+    """P v of one key block, before it is added to the accumulator."""
     accumulator: str = "fp32"
     """Unnormalised output after each key block; the output of each split."""
     output: str = "input"
@@ -79,12 +102,18 @@ class ForwardNumerics:
 class BackwardNumerics:
     """Formats at the rounding points of the backward recurrence, in the order they occur."""
 
+    delta_products: str = UNROUNDED
+    """dO * O, before it is summed."""
     delta: str = "fp32"
     """rowsum(dO * O)."""
     dp: str = "fp32"
     """dO v^T."""
+    ds_factors: str = UNROUNDED
+    """dP - delta, and P * scale where `gradient_scale` is "probabilities": what dS multiplies."""
     ds: str = "input"
     """P * (dP - delta), as operand of the products for dQ and dK."""
+    gradient_products: str = UNROUNDED
+    """dS k, dS^T q and P^T dO of one tile, before they are added to dQ, dK and dV."""
     dq_accumulator: str = "fp32"
     """dQ after each key block."""
     dkv_accumulator: str = "fp32"
@@ -114,12 +143,20 @@ POINTS = {
     "k": Point("operands", 2),
     "v": Point("operands", 3),
     "dout": Point("operands", 4),
+    "products": Point("products", 41),
     "scores": Point("scores", 16),
     "max": Point("statistics", 17),
     "p": Point("statistics", 18),
     "alpha": Point("statistics", 19),
     "sum": Point("statistics", 20),
+    "exponents": Point("exponents", 42),
+    "alpha_exponent": Point("exponents", 43),
+    "block_sum": Point("summands", 44),
+    "rescaled_sum": Point("summands", 45),
+    "log_sum": Point("summands", 46),
     "probabilities": Point("probabilities", 21),
+    "rescaled_accumulator": Point("rescaled_accumulator", 47),
+    "block_output": Point("block_output", 48),
     "accumulator": Point("accumulator", 22),
     "output": Point("output", 23),
     "lse": Point("lse", 24),
@@ -128,12 +165,22 @@ POINTS = {
     "split_lse": Point("lse", 39),
     "split_weights": Point("statistics", 25),
     "split_total": Point("statistics", 26),
+    "split_exponent": Point("exponents", 49),
+    "split_log": Point("summands", 50),
+    "split_rescaled": Point("rescaled_accumulator", 51),
+    "delta_products": Point("delta_products", 52),
     "delta": Point("delta", 27),
     # The backward computes P again, from lse instead of the running maximum, and rounds it anew.
+    "backward_exponents": Point("exponents", 53),
     "backward_p": Point("statistics", 36),
     "dp": Point("dp", 28),
+    "ds_difference": Point("ds_factors", 54),
+    "ds_probabilities": Point("ds_factors", 55),
     "ds": Point("ds", 29),
     "backward_probabilities": Point("probabilities", 37),
+    "dq_product": Point("gradient_products", 56),
+    "dk_product": Point("gradient_products", 57),
+    "dv_product": Point("gradient_products", 58),
     "dq_accumulator": Point("dq_accumulator", 30),
     "dk_accumulator": Point("dkv_accumulator", 31),
     "dv_accumulator": Point("dkv_accumulator", 32),

@@ -8,6 +8,7 @@ from attention_kernels.numerics import (
     FlashNumerics,
     ForwardNumerics,
 )
+from attention_kernels.points import UNROUNDED
 
 __all__ = [
     "BASELINE_PROFILES",
@@ -22,17 +23,19 @@ DEFAULT_BASELINE_PROFILE = "plain"
 """What "flash" and "baseline" mean where no profile is named."""
 
 
-def _flash_all(name: str) -> FlashNumerics:
-    return FlashNumerics(
-        forward=ForwardNumerics(**{f.name: name for f in fields(ForwardNumerics)}),
-        backward=BackwardNumerics(**{f.name: name for f in fields(BackwardNumerics)}),
-    )
+def _every_point(name: str, *, each_operation: bool = False) -> FlashNumerics:
+    """Return numerics that round to one format; with `each_operation` in between as well."""
+    points = (*fields(ForwardNumerics), *fields(BackwardNumerics))
+    chosen = [f.name for f in points if each_operation or f.default != UNROUNDED]
+    return FlashNumerics().with_(**dict.fromkeys(chosen, name))
 
 
 _FA2 = FlashNumerics()
 # keys from the last block on, and exp2, as FlashAttention-3's code has them
 _FA3 = _FA2.with_(exp="exp2", key_order="reversed", block_q=128, block_k=128)
 _FP8 = {"operands": "e4m3", "probabilities": "e4m3", "output": "bf16", "ds": "bf16"}
+# the code published with arXiv 2510.04212: PyTorch operations on BF16 tensors
+_PEER = _every_point("bf16", each_operation=True).with_(gradient_scale="probabilities")
 
 PROFILES: dict[str, FlashNumerics] = {
     "fa1": _FA2.with_(loop_order="key_outer"),
@@ -43,12 +46,18 @@ PROFILES: dict[str, FlashNumerics] = {
     "fa3_fp8_coherent": _FA3.with_(**_FP8, scaling="per_block"),
     # FlashAttention-4's own threshold, in log2; with FP8 it uses 0
     "fa4": _FA3.with_(exp="exp2_polynomial", rescale_threshold=8.0),
-    # the harshest reading of a re-implementation "at BF16": real kernels keep statistics and
-    # accumulator in FP32
-    "all_bf16": _flash_all("bf16"),
+    # a re-implementation "at BF16", each step of the recurrence rounded once: real kernels keep
+    # statistics and accumulator in FP32
+    "all_bf16": _every_point("bf16"),
+    # and the harshest reading of it, each operation of a step rounded
+    "peer_2510_04212": _PEER,
+    # its cure as that code has it; the paper plots another beta, and scores of exactly the maximum
+    "peer_2510_04212_stabilised": _PEER.with_(
+        repeated_max_beta=2.0, repeated_max_tolerance=1e-3, repeated_max_rule="published"
+    ),
     # beta 7 is the one that arXiv 2510.04212 plots, of the 2 to 8 it allows
     "stabilised": _FA2.with_(accumulator="bf16", repeated_max_beta=7.0),
-    "golden": _flash_all("fp64"),
+    "golden": _every_point("fp64"),
 }
 
 BASELINE_PROFILES: dict[str, BaselineNumerics] = {

@@ -22,7 +22,7 @@ from attention_kernels.mask_mod import block_table
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
-from attention_kernels.points import POINTS
+from attention_kernels.points import POINTS, UNROUNDED
 
 __all__ = [
     "MAX_LEN",
@@ -60,6 +60,10 @@ class Constants:
     p_scale: float
     threshold: float
     beta: float
+    tolerance: float
+    moves_hidden: bool
+    scale_in_ds: bool
+    """Whether scale is multiplied onto P in dS, and not onto dQ and dK."""
     splits: int
     key_outer: bool
     reversed: bool
@@ -110,12 +114,21 @@ def constants_of(
     `bias_trained` asks for those of the kernel that computes the bias's gradient.
     With incoherent processing the gradients are rounded after they are rotated back, outside.
     """
+    tiling = numerics.tiling
+    for name, block in (("block_q", tiling.block_q), ("block_k", tiling.block_k)):
+        if block & (block - 1):
+            raise ValueError(
+                f"triton: {name} must be a power of two, got {block}; use another block or "
+                "engine='twin'"
+            )
     left, right = _narrower(mask.offsets(), q.shape[2], k.shape[2])
     points = []
     for name, point in POINTS.items():
-        # FP64 changes nothing: these gradients are rounded after they are rotated back, outside.
+        format = numerics.format_at(name)
+        # These gradients are rounded after they are rotated back, outside.
         later = numerics.scaling.incoherent and point.field == "gradients"
-        points.append((name, "fp64" if later else numerics.format_at(name), point.stream))
+        # FP64 changes nothing.
+        points.append((name, "fp64" if later or format == UNROUNDED else format, point.stream))
     tensors = {
         "has_padding": mask.key_padding is not None,
         "has_visible": mask.visible is not None,
@@ -135,9 +148,12 @@ def constants_of(
         p_scale=numerics.probability_scale(),
         threshold=float(numerics.softmax.rescale_threshold),
         beta=float(numerics.softmax.repeated_max_beta),
-        splits=numerics.tiling.splits,
-        key_outer=numerics.tiling.loop_order == "key_outer",
-        reversed=numerics.tiling.key_order == "reversed",
+        tolerance=float(numerics.softmax.repeated_max_tolerance),
+        moves_hidden=numerics.softmax.moves_hidden,
+        scale_in_ds=numerics.arithmetic.gradient_scale == "probabilities",
+        splits=tiling.splits,
+        key_outer=tiling.loop_order == "key_outer",
+        reversed=tiling.key_order == "reversed",
         scaled=numerics.scaling.scaling != "none",
         scale=float(scale),
         softcap=float(mask.softcap),
@@ -157,8 +173,8 @@ def constants_of(
         block_d=_block_of(q.shape[3]),
         v_head_dim=v.shape[3],
         block_v=_block_of(v.shape[3]),
-        block_q=numerics.tiling.block_q,
-        block_k=numerics.tiling.block_k,
+        block_q=tiling.block_q,
+        block_k=tiling.block_k,
     )
 
 

@@ -44,8 +44,8 @@ from attention_kernels.triton.tiles import (
 
 @triton.jit
 def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
-    b_p = exponential(b_scores - finite_or_zero(b_lse), N.exp)
-    return rounded(b_p, "backward_p", N, 0, n, o_q, o_k)
+    b_p = rounded(b_scores - finite_or_zero(b_lse), "backward_exponents", N, 0, n, o_q, o_k)
+    return rounded(exponential(b_p, N.exp), "backward_p", N, 0, n, o_q, o_k)
 
 
 @triton.jit
@@ -54,17 +54,25 @@ def _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N: tl.constex
     if N.scaled:
         b_dp = b_dp * factor
     b_dp = scale_kept(drop(rounded(b_dp, "dp", N, 0, n, o_q, o_k), m_kept, N), N)
-    return (b_dp - b_delta) * b_p
+    return rounded(b_dp - b_delta, "ds_difference", N, 0, n, o_q, o_k) * b_p
 
 
 @triton.jit
 def _score_gradient(b_p, b_dp, b_delta, b_tanh, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
     """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
+    if N.scale_in_ds:
+        b_p = rounded(b_p * N.scale, "ds_probabilities", N, 0, n, o_q, o_k)
     b_ds = _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N)
     if N.softcap > 0.0:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     FORMAT: tl.constexpr = format_at(N, "ds")
     return contain(rounded(b_ds, "ds", N, 0, n, o_q, o_k), FORMAT, N.work)
+
+
+@triton.jit
+def _scale_sum(b_sum, N: tl.constexpr):
+    """Return dQ or dK multiplied by scale, unless each dS was."""
+    return b_sum if N.scale_in_ds else b_sum * N.scale
 
 
 @triton.jit
@@ -102,6 +110,7 @@ def dq_kernel(
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
     n, o_kv_head = o_batch * heads + o_head, o_head // N.group
     o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_d)
+    o_v_dim = tl.arange(0, N.block_v)
     m_q = o_q < query_len
     q_blocks = (query_len + N.block_q - 1) // N.block_q
     k_blocks = (key_len + N.block_k - 1) // N.block_k
@@ -116,8 +125,9 @@ def dq_kernel(
     block = o_start // N.block_q
     q_factor = load_factor(factors.q, o_batch, o_head, heads, q_blocks, block, N)
     do_factor = load_factor(factors.dout, o_batch, o_head, heads, q_blocks, block, N)
-    b_delta = row_sum(_times(to_work(b_do, N.work), do_factor, N) * to_work(b_out, N.work), 1)
-    b_delta = rounded(b_delta, "delta", N, 0, n, o_q, 0)  # [BLOCK_Q]
+    b_delta = _times(to_work(b_do, N.work), do_factor, N) * to_work(b_out, N.work)
+    b_delta = rounded(b_delta, "delta_products", N, 0, n, o_q[:, None], o_v_dim[None, :])
+    b_delta = rounded(row_sum(b_delta, 1), "delta", N, 0, n, o_q, 0)  # [BLOCK_Q]
     p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
     tl.store(p_delta + o_q, b_delta, mask=m_q)
     p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
@@ -145,11 +155,12 @@ def dq_kernel(
         b_ds = _score_gradient(
             b_p, b_dp, b_delta[:, None], b_tanh, m_kept, do_factor * v_factor, n, o_row, o_col, N
         )
-        b_dq += _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
+        b_product = _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
+        b_dq += rounded(b_product, "dq_product", N, k_start, n, o_row, o_dim[None, :])
         b_dq = rounded(b_dq, "dq_accumulator", N, k_start, n, o_row, o_dim[None, :])
 
     p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
-    b_dq = rounded(b_dq * N.scale, "dq", N, 0, n, o_q[:, None], o_dim[None, :])
+    b_dq = rounded(_scale_sum(b_dq, N), "dq", N, 0, n, o_q[:, None], o_dim[None, :])
     store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N, False)
 
 
@@ -208,9 +219,11 @@ def _add_query_block(
     FORMAT: tl.constexpr = format_at(N, "backward_probabilities")
     b_p = rounded(b_p, "backward_probabilities", N, 0, n, o_row, o_col)
     b_pdo = dot(contain(b_p, FORMAT, N.work), b_do, N.work, N.dot)
-    b_dv += _times(b_pdo, do_factor / N.p_scale, N)
+    b_pdo = _times(b_pdo, do_factor / N.p_scale, N)
+    b_dv += rounded(b_pdo, "dv_product", N, q_start, n, o_col, o_v_dim[None, :])
     b_dv = rounded(b_dv, "dv_accumulator", N, q_start, n, o_col, o_v_dim[None, :])
-    b_dk += _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
+    b_dsq = _times(dot(b_ds, b_q, N.work, N.dot), q_factor, N)
+    b_dk += rounded(b_dsq, "dk_product", N, q_start, n, o_col, o_dim[None, :])
     b_dk = rounded(b_dk, "dk_accumulator", N, q_start, n, o_col, o_dim[None, :])
     return b_dk, b_dv
 
@@ -281,7 +294,7 @@ def dkv_kernel(
     o_row = o_k[:, None]
     p_dk = at_head(p_dk, dk_strides, o_batch, o_kv_head, k_first, N)
     p_dv = at_head(p_dv, dv_strides, o_batch, o_kv_head, k_first, N)
-    b_dk_group = rounded(b_dk_group * N.scale, "dk", N, 0, n, o_row, o_dim[None, :])
+    b_dk_group = rounded(_scale_sum(b_dk_group, N), "dk", N, 0, n, o_row, o_dim[None, :])
     store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N, False)
     b_dv_group = rounded(scale_kept(b_dv_group, N), "dv", N, 0, n, o_row, o_v_dim[None, :])
     store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work
-from attention_kernels.triton.spans import key_span, split_span, whole_span
+from attention_kernels.triton.spans import hidden_span, key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
     at_head,
     bounds,
@@ -53,11 +53,15 @@ def _block_maximum(b_scores, N: tl.constexpr):
     """Return each row's maximum, moved by beta where it is repeated; see `twin.forward`."""
     b_max = row_max(b_scores, 1)  # [BLOCK_Q]
     if N.beta > 1.0:
-        b_count = row_sum(tl.where(b_scores == b_max[:, None], 1, 0), 1)
-        b_shift = tl.where(b_max > 0.0, b_max, 0.0) * N.beta - b_max
-        b_doublings = tl.maximum(tl.ceil((b_shift - _MAX_SHIFT) / _LOG_2), 0.0)
-        b_moved = b_max + (b_shift - b_doublings * _LOG_2)
-        b_max = tl.where((b_count > 1) & (b_max > float("-inf")), b_moved, b_max)
+        b_count = row_sum(tl.where(b_scores >= (b_max - N.tolerance)[:, None], 1, 0), 1)
+        b_moved = tl.where(b_max > 0.0, b_max, 0.0) * N.beta
+        if N.moves_hidden:
+            b_max = tl.where((b_count > 1) | (b_max == float("-inf")), b_moved, b_max)
+        else:
+            b_shift = b_moved - b_max
+            b_doublings = tl.maximum(tl.ceil((b_shift - _MAX_SHIFT) / _LOG_2), 0.0)
+            b_moved = b_max + (b_shift - b_doublings * _LOG_2)
+            b_max = tl.where((b_count > 1) & (b_max > float("-inf")), b_moved, b_max)
     return b_max
 
 
@@ -71,12 +75,14 @@ def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
         b_new_max = tl.where(m_keep, b_max, b_new_max)
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
     b_shift = finite_or_zero(b_new_max)
-    b_p = exponential(b_scores - b_shift[:, None], N.exp)  # [BLOCK_Q, BLOCK_K]
-    b_p = rounded(b_p, "p", N, 0, n, o_q[:, None], o_k[None, :])
-    b_alpha = exponential(b_max - b_shift, N.exp)
-    b_alpha = rounded(b_alpha, "alpha", N, step, n, o_q, 0)
-    b_old_sum = b_alpha * b_sum
-    b_sum = rounded(b_old_sum + row_sum(b_p, 1), "sum", N, step, n, o_q, 0)
+    b_p = b_scores - b_shift[:, None]  # [BLOCK_Q, BLOCK_K]
+    b_p = rounded(b_p, "exponents", N, 0, n, o_q[:, None], o_k[None, :])
+    b_p = rounded(exponential(b_p, N.exp), "p", N, 0, n, o_q[:, None], o_k[None, :])
+    b_alpha = rounded(b_max - b_shift, "alpha_exponent", N, step, n, o_q, 0)
+    b_alpha = rounded(exponential(b_alpha, N.exp), "alpha", N, step, n, o_q, 0)
+    b_old_sum = rounded(b_alpha * b_sum, "rescaled_sum", N, step, n, o_q, 0)
+    b_block_sum = rounded(row_sum(b_p, 1), "block_sum", N, step, n, o_q, 0)
+    b_sum = rounded(b_old_sum + b_block_sum, "sum", N, step, n, o_q, 0)
     return b_p, b_alpha, b_new_max, b_old_sum, b_sum
 
 
@@ -97,11 +103,13 @@ def _accumulate(
         b_pv = scale_kept(b_pv, N)
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     b_carried = b_old_sum if N.key_outer else b_alpha
-    b_acc = b_carried[:, None] * b_acc + b_pv
-    b_acc = rounded(b_acc, "accumulator", N, step, n, o_q[:, None], o_dim[None, :])
+    o_row, o_col = o_q[:, None], o_dim[None, :]
+    b_pv = rounded(b_pv, "block_output", N, step, n, o_row, o_col)
+    b_acc = rounded(b_carried[:, None] * b_acc, "rescaled_accumulator", N, step, n, o_row, o_col)
+    b_acc = rounded(b_acc + b_pv, "accumulator", N, step, n, o_row, o_col)
     if N.key_outer:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
-        b_acc = rounded(b_acc, "output", N, step, n, o_q[:, None], o_dim[None, :])
+        b_acc = rounded(b_acc, "output", N, step, n, o_row, o_col)
     return b_acc
 
 
@@ -215,6 +223,7 @@ def forward_kernel(
         b_max = tl.where(o_split == 0, b_sink, b_max)
         b_sum = tl.where(o_split == 0, 1.0, b_sum)
     first, stop = key_span(o_start, query_len, key_len, N)
+    first, stop = hidden_span(first, stop, o_start, query_len, key_len, N)
     first, stop = split_span(first, stop, key_len, o_split, N)
     begin, end = whole_span(o_start, query_len, key_len, first, stop, N)
     if N.reversed or N.has_left:
@@ -238,7 +247,7 @@ def forward_kernel(
 
     # A row that attends nothing has sum 0 and max -inf: out 0, lse -inf.
     o_dim = tl.arange(0, N.block_v)
-    b_lse = b_max + tl.log(b_sum)
+    b_lse = b_max + rounded(tl.log(b_sum), "log_sum", N, o_split, n, o_q, 0)
     if N.splits > 1:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
         b_acc = rounded(b_acc, "split_output", N, o_split, n, o_q[:, None], o_dim[None, :])
@@ -291,17 +300,19 @@ def merge_kernel(
     for split in range(0, N.splits):
         p_split = p_row + split * outer * heads * query_rows + o_q
         b_lse = tl.load(p_split, mask=m_q, other=float("-inf"))
-        b_weight = exponential(b_lse - b_shift, N.exp)
-        b_weight = rounded(b_weight, "split_weights", N, split, n, o_q, 0)
+        b_weight = rounded(b_lse - b_shift, "split_exponent", N, split, n, o_q, 0)
+        b_weight = rounded(exponential(b_weight, N.exp), "split_weights", N, split, n, o_q, 0)
         p_block = p_part + split * outer * part_strides[0]
         b_part = load_rows(p_block, part_strides, o_q, query_len, N, True, True)
         b_total += b_weight
-        b_acc += b_weight[:, None] * b_part
+        b_part = b_weight[:, None] * b_part
+        b_acc += rounded(b_part, "split_rescaled", N, split, n, o_q[:, None], o_dim[None, :])
     b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
     b_out = scale_kept(divide(b_acc, one_for_zero(b_total)[:, None]), N)
     b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
     p_out = p_out + inner * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
     store_rows(p_out, out_strides, o_q, query_len, b_out, N, True)
-    b_lse = rounded(b_shift + tl.log(b_total), "lse", N, 0, n, o_q, 0)
+    b_log = rounded(tl.log(b_total), "split_log", N, 0, n, o_q, 0)
+    b_lse = rounded(b_shift + b_log, "lse", N, 0, n, o_q, 0)
     p_lse = p_lse + (inner * heads + o_head) * query_rows + q_first
     tl.store(p_lse + o_q, b_lse, mask=m_q)

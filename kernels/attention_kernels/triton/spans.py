@@ -30,6 +30,15 @@ def key_span(o_start, query_len, key_len, N: tl.constexpr):
 
 
 @triton.jit
+def hidden_span(first, stop, o_start, query_len, key_len, N: tl.constexpr):
+    """Return the span, or all key blocks where one hidden from a row moves its maximum."""
+    if N.moves_hidden:
+        first = 0
+        stop = tl.where(o_start < query_len, key_len, 0)
+    return first, stop
+
+
+@triton.jit
 def whole_span(o_start, query_len, key_len, first, stop, N: tl.constexpr):
     """Return the key blocks inside [first, stop) that every row sees whole: begin, end."""
     offset = key_len - query_len

@@ -182,7 +182,7 @@ def tile_scores(
     b_scores = dot(b_left, tl.trans(b_right), N.work, N.dot)
     if N.scaled:
         b_scores = b_scores * factor
-    b_scores = b_scores * N.scale
+    b_scores = rounded(b_scores, "products", N, 0, n, o_q, o_k) * N.scale
     b_tanh = 0.0
     if N.softcap > 0.0:
         b_tanh = tanh(b_scores / N.softcap)

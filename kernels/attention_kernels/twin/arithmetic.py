@@ -192,7 +192,7 @@ def masked_scores(
     q_factor, k_factor = q.factor(rows), k.factor(keys)
     if q_factor is not None and k_factor is not None:
         scores_NIJ.mul_(q_factor * k_factor)
-    scores_NIJ.mul_(scale)
+    scores_NIJ = rounded(scores_NIJ, "products", rows, keys).mul_(scale)
     slope_NIJ = None
     if mask.softcap:
         capped_NIJ = scores_NIJ.div_(mask.softcap).tanh_()

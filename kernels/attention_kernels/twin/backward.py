@@ -126,9 +126,10 @@ def backward(
         at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
         rounded = Rounder(numerics, heads, sequence.index * heads)
         part = flat_dout.at(sequence.queries)
-        delta_NQ1 = (part.restored() * out_NQD[at_q]).sum(dim=-1, keepdim=True)
         every = range(len(sequence.queries))
-        delta_NQ1 = rounded(delta_NQ1, "delta", every, range(1))
+        products_NQD = part.restored() * out_NQD[at_q]
+        products_NQD = rounded(products_NQD, "delta_products", every, range(v.shape[3]))
+        delta_NQ1 = rounded(products_NQD.sum(dim=-1, keepdim=True), "delta", every, range(1))
         at = flat_q.at(sequence.queries)
         rows = _Rows(at, part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q], dbias)
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
@@ -137,8 +138,9 @@ def backward(
             # dS of a key whose dP is 0, since its value is; by an exact exp, as the kernel's launch
             p_NQ1 = torch.exp(sinks_N11 - lse_NQ1[at_q])
             dsinks_N11 -= (p_NQ1 * delta_NQ1).sum(dim=1, keepdim=True)
-    # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS were
-    # multiplied instead, the scaled values would be rounded to the format `ds`.
+    # dQ and dK are multiplied by scale after the sums, once per element. If each tile of dS is
+    # multiplied instead, the scaled values are rounded to the format `ds`.
+    scale = scale if numerics.arithmetic.gradient_scale == "sums" else 1.0
     dk_GKD = _sum_groups(dk_NKD, heads, kv_heads).mul_(scale)
     dv_GKD = _sum_groups(dv_NKD, heads, kv_heads)
     dv_GKD = dv_GKD if mask.dropout_p == 0 else dv_GKD.mul_(mask.kept_scale())
@@ -199,8 +201,8 @@ def _add_tile(
     """
     numerics, at_q, at_k = rounded.numerics, _slice(row), _slice(key)
     scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, scale, rounded)
-    p_NIJ = exponential(scores_NIJ.sub_(rows.lse[at_q]), numerics.softmax.exp)
-    p_NIJ = rounded(p_NIJ, "backward_p", row, key)
+    p_NIJ = rounded(scores_NIJ.sub_(rows.lse[at_q]), "backward_exponents", row, key)
+    p_NIJ = rounded(exponential(p_NIJ, numerics.softmax.exp), "backward_p", row, key)
     dout_factor, v_factor = rows.dout.factor(row), keys.v.factor(key)
     dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.arithmetic.dot)
     if dout_factor is not None and v_factor is not None:
@@ -209,12 +211,7 @@ def _add_tile(
     kept_NIJ = flat_kept(row, key, p_NIJ, sequence, rounded.heads)
     if kept_NIJ is not None:
         dp_NIJ = dp_NIJ.masked_fill_(~kept_NIJ, 0.0).mul_(sequence.mask.kept_scale())
-    ds_NIJ = dp_NIJ.sub_(rows.delta[at_q]).mul_(p_NIJ)
-    if rows.dbias is not None:
-        _add_to_bias(rows.dbias, ds_NIJ.unflatten(0, (-1, rounded.heads)), row, key)
-    if slope_NIJ is not None:
-        ds_NIJ = ds_NIJ.mul_(slope_NIJ)
-    ds_NIJ = rounded(ds_NIJ, "ds", row, key)
+    ds_NIJ = _score_gradient(rows, p_NIJ, dp_NIJ, slope_NIJ, row, key, scale, rounded)
     # dS used P rounded to `statistics`. For dV, P is an operand of a product: it is scaled, and
     # rounded to `probabilities`.
     p_NIJ = p_NIJ if kept_NIJ is None else p_NIJ.masked_fill_(~kept_NIJ, 0.0)
@@ -228,13 +225,40 @@ def _add_tile(
     if dout_factor is not None:
         dout_factor = dout_factor / p_scale
     dq, dk, dv = sums
-    mode, dims, v_dims = numerics.arithmetic.dot, range(dq.shape[-1]), range(dv.shape[-1])
-    _add_product(dv, p_NIJ.mT, rows.dout.values[at_q], dout_factor, mode)
-    _add_product(dk, ds_NIJ.mT, rows.q.values[at_q], rows.q.factor(row), mode)
-    _add_product(dq, ds_NIJ, keys.k.values[at_k], keys.k.factor(key), mode)
-    _store(dv, rounded(dv, "dv_accumulator", key, v_dims, row.start))
-    _store(dk, rounded(dk, "dk_accumulator", key, dims, row.start))
-    _store(dq, rounded(dq, "dq_accumulator", row, dims, key.start))
+    dims, v_dims = range(dq.shape[-1]), range(dv.shape[-1])
+    at_dq, at_dk = (row, dims, key.start), (key, dims, row.start)
+    at_dv = (key, v_dims, row.start)
+    q_factor, k_factor = rows.q.factor(row), keys.k.factor(key)
+    # Of each: the sum, its product's operands and their factor, both points, and where it lies.
+    for total, left, right, factor, product, point, at in (
+        (dv, p_NIJ.mT, rows.dout.values[at_q], dout_factor, "dv_product", "dv_accumulator", at_dv),
+        (dk, ds_NIJ.mT, rows.q.values[at_q], q_factor, "dk_product", "dk_accumulator", at_dk),
+        (dq, ds_NIJ, keys.k.values[at_k], k_factor, "dq_product", "dq_accumulator", at_dq),
+    ):
+        _add_product(total, left, right, factor, rounded, product, at)
+        _store(total, rounded(total, point, *at))
+
+
+def _score_gradient(
+    rows: _Rows,
+    p_NIJ: Tensor,
+    dp_NIJ: Tensor,
+    slope_NIJ: Tensor | None,
+    row: range,
+    key: range,
+    scale: float,
+    rounded: Rounder,
+) -> Tensor:
+    """Return the rounded dS of one tile, of dP, which is overwritten; P is left as it is."""
+    ds_NIJ = rounded(dp_NIJ.sub_(rows.delta[_slice(row)]), "ds_difference", row, key)
+    if rows.dbias is not None:
+        _add_to_bias(rows.dbias, (ds_NIJ * p_NIJ).unflatten(0, (-1, rounded.heads)), row, key)
+    if rounded.numerics.arithmetic.gradient_scale == "probabilities":
+        p_NIJ = rounded(p_NIJ * scale, "ds_probabilities", row, key)
+    ds_NIJ = ds_NIJ.mul_(p_NIJ)
+    if slope_NIJ is not None:
+        ds_NIJ = ds_NIJ.mul_(slope_NIJ)
+    return rounded(ds_NIJ, "ds", row, key)
 
 
 def _add_to_bias(dbias: Tensor, ds_BHIJ: Tensor, row: range, key: range) -> None:
@@ -250,14 +274,23 @@ def _add_to_bias(dbias: Tensor, ds_BHIJ: Tensor, row: range, key: range) -> None
 
 
 def _add_product(
-    total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None, mode: str
+    total: Tensor,
+    left: Tensor,
+    right: Tensor,
+    factor: Tensor | None,
+    rounded: Rounder,
+    point: str,
+    at: tuple[range, range, int],
 ) -> None:
-    """Add `factor` times the batched product to `total`, in place; without a factor in one call."""
-    if factor is None and mode == "ieee":
+    """Add `factor` times the batched product to `total`, in place, in one call where that does."""
+    numerics = rounded.numerics
+    mode = numerics.arithmetic.dot
+    if factor is None and mode == "ieee" and numerics.targets[point] is None:
         total.baddbmm_(left, right)
         return
     product = dot(left, right, mode)
-    total.add_(product if factor is None else product.mul_(factor))
+    product = product if factor is None else product.mul_(factor)
+    total.add_(rounded(product, point, *at))
 
 
 def _store(total: Tensor, rounded: Tensor) -> None:

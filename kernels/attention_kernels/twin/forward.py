@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics, Softmax, Tiling
+from attention_kernels.numerics import FlashNumerics, Softmax
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
@@ -126,7 +126,7 @@ def _attend_rows(
     """Attend some rows: every split of the keys, and their merger if there are several."""
     splits = rounded.numerics.tiling.splits
     states = []
-    for blocks in _key_blocks(rows, sequence, rounded.numerics.tiling):
+    for blocks in _key_blocks(rows, sequence, rounded.numerics):
         # the sink counts once, in the first split
         state = _start(q, v, rows, None if states else sinks_N11)
         for keys in blocks:
@@ -139,10 +139,14 @@ def _attend_rows(
     return _merge(states, rows, kept_scale, rounded)
 
 
-def _key_blocks(rows: range, sequence: Sequence, tiling: Tiling) -> Iterator[list[range]]:
-    """Yield for each split the key blocks that `rows` may attend, in the order they are read."""
-    query_len, key_len = len(sequence.queries), len(sequence.keys)
+def _key_blocks(rows: range, sequence: Sequence, numerics: FlashNumerics) -> Iterator[list[range]]:
+    """Yield for each split the key blocks that `rows` may attend, in the order they are read.
+
+    All of them where a block that is hidden from a row moves its maximum.
+    """
+    query_len, key_len, tiling = len(sequence.queries), len(sequence.keys), numerics.tiling
     seen = sequence.mask.key_range(rows, query_len, key_len)
+    seen = range(key_len) if numerics.softmax.moves_hidden else seen
     size = tiling.block_k
     share = math.ceil(math.ceil(key_len / size) / tiling.splits) * size
     for split in range(tiling.splits):
@@ -180,13 +184,13 @@ def _update(
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN; with 0 subtracted
     # instead its P and alpha are exp(-inf) = 0.
     shift = finite_or_zero(new_max)
-    p_NIJ = exponential(scores_NIJ.sub_(shift), exp)
+    p_NIJ = exponential(rounded(scores_NIJ.sub_(shift), "exponents", rows, keys), exp)
     p_NIJ = rounded(p_NIJ, "p", rows, keys)
-    alpha = exponential(state.max.sub_(shift), exp)
-    alpha = rounded(alpha, "alpha", rows, row_value, step)
-    old_sum = state.sum.mul_(alpha)
-    new_sum = old_sum + p_NIJ.sum(dim=-1, keepdim=True)
-    new_sum = rounded(new_sum, "sum", rows, row_value, step)
+    alpha = rounded(state.max.sub_(shift), "alpha_exponent", rows, row_value, step)
+    alpha = rounded(exponential(alpha, exp), "alpha", rows, row_value, step)
+    old_sum = rounded(state.sum.mul_(alpha), "rescaled_sum", rows, row_value, step)
+    block_sum = rounded(p_NIJ.sum(dim=-1, keepdim=True), "block_sum", rows, row_value, step)
+    new_sum = rounded(old_sum + block_sum, "sum", rows, row_value, step)
 
     # the sum above is that of all weights
     kept_NIJ = flat_kept(rows, keys, p_NIJ, sequence, rounded.heads)
@@ -196,8 +200,9 @@ def _update(
     p_NIJ = rounded(p_NIJ, "probabilities", rows, keys)
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     acc_NID = state.acc.mul_(old_sum if key_outer else alpha)
+    acc_NID = rounded(acc_NID, "rescaled_accumulator", rows, dims, step)
     kept_scale = sequence.mask.kept_scale() if key_outer else 1.0
-    acc_NID = _add_values(acc_NID, p_NIJ, v, keys, kept_scale, numerics)
+    acc_NID = _add_values(acc_NID, p_NIJ, v, rows, keys, kept_scale, rounded)
     acc_NID = rounded(acc_NID, "accumulator", rows, dims, step)
     if key_outer:
         acc_NID = acc_NID.div_(_or_one(new_sum))
@@ -206,17 +211,26 @@ def _update(
 
 
 def _add_values(
-    acc_NID: Tensor, p_NIJ: Tensor, v: Flat, keys: range, kept_scale: float, numerics: FlashNumerics
+    acc_NID: Tensor,
+    p_NIJ: Tensor,
+    v: Flat,
+    rows: range,
+    keys: range,
+    kept_scale: float,
+    rounded: Rounder,
 ) -> Tensor:
     """Return the accumulator with P v of one block, in place; P comes times its own scale."""
     v_NJD, v_factor = v.values[:, keys.start : keys.stop], v.factor(keys)
+    numerics, dims = rounded.numerics, range(v.values.shape[2])
     # Added inside the product or after it: only the order of additions differs.
-    if v_factor is None and numerics.arithmetic.dot == "ieee" and kept_scale == 1.0:
+    alone = numerics.targets["block_output"] is not None
+    if not alone and v_factor is None and numerics.arithmetic.dot == "ieee" and kept_scale == 1.0:
         return acc_NID.baddbmm_(p_NIJ, v_NJD)
     pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
     if v_factor is not None:
         pv_NID = pv_NID.mul_(v_factor / numerics.probability_scale())
-    return acc_NID.add_(pv_NID if kept_scale == 1.0 else pv_NID.mul_(kept_scale))
+    pv_NID = pv_NID if kept_scale == 1.0 else pv_NID.mul_(kept_scale)
+    return acc_NID.add_(rounded(pv_NID, "block_output", rows, dims, keys.start))
 
 
 def _finish(
@@ -224,7 +238,8 @@ def _finish(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse; what dropout kept is scaled here, and with key_outer in each block."""
     dims = range(state.acc.shape[-1])
-    lse_NI1 = rounded(state.max + state.sum.log(), "lse", rows, range(1))
+    log_NI1 = rounded(state.sum.log(), "log_sum", rows, range(1))
+    lse_NI1 = rounded(state.max + log_NI1, "lse", rows, range(1))
     if rounded.numerics.tiling.loop_order == "key_outer":
         return state.acc, lse_NI1
     out_NID = state.acc.div_(_or_one(state.sum))
@@ -242,22 +257,23 @@ def _merge(
     for index, state in enumerate(states):
         out_NID = state.acc.div_(_or_one(state.sum))
         outs.append(rounded(out_NID, "split_output", rows, dims, index))
-        lse_NI1 = state.max + state.sum.log()
+        lse_NI1 = state.max + rounded(state.sum.log(), "log_sum", rows, one, index)
         lses.append(rounded(lse_NI1, "split_lse", rows, one, index))
     largest_NI1 = torch.stack(lses).amax(dim=0)
     shift_NI1 = finite_or_zero(largest_NI1)
     total_NI1, acc_NID = torch.zeros_like(shift_NI1), torch.zeros_like(outs[0])
     # Splits are added in their order, as the kernel adds them: their sum depends on it.
     for index, (out_NID, lse_NI1) in enumerate(zip(outs, lses, strict=True)):
-        weight_NI1 = exponential(lse_NI1 - shift_NI1, exp)
-        weight_NI1 = rounded(weight_NI1, "split_weights", rows, one, index)
+        weight_NI1 = rounded(lse_NI1 - shift_NI1, "split_exponent", rows, one, index)
+        weight_NI1 = rounded(exponential(weight_NI1, exp), "split_weights", rows, one, index)
         total_NI1 = total_NI1 + weight_NI1
-        acc_NID = acc_NID + weight_NI1 * out_NID
+        acc_NID = acc_NID + rounded(weight_NI1 * out_NID, "split_rescaled", rows, dims, index)
     total_NI1 = rounded(total_NI1, "split_total", rows, one)
     out_NID = acc_NID.div_(_or_one(total_NI1))
     out_NID = out_NID if kept_scale == 1.0 else out_NID.mul_(kept_scale)
     out_NID = rounded(out_NID, "output", rows, dims)
-    lse_NI1 = rounded(shift_NI1 + total_NI1.log(), "lse", rows, one)
+    log_NI1 = rounded(total_NI1.log(), "split_log", rows, one)
+    lse_NI1 = rounded(shift_NI1 + log_NI1, "lse", rows, one)
     return out_NID, lse_NI1
 
 
@@ -272,8 +288,12 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
     # Counted in the rounded scores: an exact tie of the largest makes several P exactly 1.
-    repeated_NI1 = (scores_NIJ == max_NI1).sum(dim=-1, keepdim=True) > 1
-    shift_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta - max_NI1
+    repeated_NIJ = scores_NIJ >= max_NI1 - softmax.repeated_max_tolerance
+    repeated_NI1 = repeated_NIJ.sum(dim=-1, keepdim=True) > 1
+    moved_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta
+    if softmax.moves_hidden:
+        return torch.where(repeated_NI1 | (max_NI1 == -torch.inf), moved_NI1, max_NI1)
+    shift_NI1 = moved_NI1 - max_NI1
     doublings_NI1 = torch.ceil((shift_NI1 - MAX_SHIFT) / _LOG_2).clamp(min=0.0)
     moved_NI1 = max_NI1 + (shift_NI1 - doublings_NI1 * _LOG_2)
     return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
