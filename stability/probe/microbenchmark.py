@@ -25,7 +25,7 @@ from attention_kernels import (
     flash_attention,
     golden_attention,
 )
-from attention_kernels.points import FIELDS
+from attention_kernels.points import FIELDS, UNROUNDED
 from attention_kernels.rounding import INPUT_DTYPES
 from attention_kernels.testing import Shape
 from stability.config.convert import nearest
@@ -196,8 +196,8 @@ def _named(what: str, name: str, profiles: Mapping[str, Any]) -> Any:
     return profiles[name]
 
 
-POINTS = list(FIELDS)
-"""The rounding points in the order in which they occur."""
+POINTS = [point for point in FIELDS if FlashNumerics().to_dict()[point] != UNROUNDED]
+"""The rounding points that every profile has, in the order in which they occur."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,6 +217,8 @@ class WaterfallRow:
 def waterfall(problem: Problem, inputs: AttentionInputs | None = None) -> Iterator[WaterfallRow]:
     """Yield the profile as it is, each point alone lowered, and each alone raised.
 
+    Points at which the profile rounds nothing have no row.
+
     ValueError as `measure`.
     """
     if inputs is None:
@@ -224,11 +226,15 @@ def waterfall(problem: Problem, inputs: AttentionInputs | None = None) -> Iterat
     wide = AttentionInputs(*(x.double() for x in inputs))
     # inputs are carried in FP64 here, so points that follow the input must be told the format
     low = problem.numerics()
-    points = {p: low.to_dict()[p] for p in POINTS}
-    points = {p: problem.format if name == "input" else name for p, name in points.items()}
+    points = {p: low.to_dict()[p] for p in FIELDS}
+    points = {
+        p: problem.format if name == "input" else name
+        for p, name in points.items()
+        if name != UNROUNDED
+    }
     low = low.with_(**points)
     # formats alone: tiles, the exponential and the scaling stay the profile's in every row
-    exact = low.with_(**dict.fromkeys(POINTS, "fp64"))
+    exact = low.with_(**dict.fromkeys(FIELDS, "fp64"))
     golden = attend_with_gradients(golden_attention, wide, True, **problem.mask())
 
     def errors(numerics: FlashNumerics) -> dict[str, float]:

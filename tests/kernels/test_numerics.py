@@ -16,7 +16,7 @@ from attention_kernels.numerics import (
     FlashNumerics,
     Tiling,
 )
-from attention_kernels.points import FIELDS
+from attention_kernels.points import FIELDS, UNROUNDED
 from attention_kernels.profiles import BASELINE_PROFILES, PROFILES, fast_path
 
 
@@ -48,6 +48,17 @@ def test_any_single_fp64_point_widens_the_work_format(point):
     assert numerics.with_(**{point: "fp64"}).work_dtype() == torch.float64
 
 
+def test_a_field_between_the_points_rounds_nothing_unless_it_names_a_format():
+    unrounded = [name for name, value in FlashNumerics().to_dict().items() if value == UNROUNDED]
+    assert len(unrounded) == 8
+    for name in PROFILES:
+        if not name.startswith("peer"):
+            assert {PROFILES[name].to_dict()[field] for field in unrounded} == {UNROUNDED}
+    resolved = PROFILES["fa2"].resolve(torch.bfloat16)
+    assert resolved.targets["products"] is resolved.targets["block_sum"] is None
+    assert resolved.with_(products="input").resolve(torch.bfloat16).targets["products"] is not None
+
+
 def test_fields_are_changed_by_their_own_name_in_their_own_group():
     changed = FlashNumerics().with_(block_k=32, ds="fp32")
     assert (changed.tiling.block_k, changed.backward.ds) == (32, "fp32")
@@ -65,8 +76,18 @@ def test_numerics_are_frozen():
         (lambda: FlashNumerics().with_(probability="fp32"), "no field 'probability'; nearest: p"),
         (lambda: FlashNumerics().with_(scores="fp23"), "scores must be a format, got 'fp23'; near"),
         (lambda: FlashNumerics().with_(dp="int8"), "BackwardNumerics: dp must be a format"),
-        (lambda: Tiling(block_q=48), r"block_q must be one of \(16, 32, 64, 128, 256\), got 48"),
+        (lambda: Tiling(block_q=48), r"one of \(16, 32, 64, 96, 128, 256\), got 48"),
         (lambda: FlashNumerics().with_(repeated_max_beta=0.5), "at least 1, got 0.5"),
+        (lambda: FlashNumerics().with_(repeated_max_tolerance=-1), "at least 0, got -1"),
+        (lambda: FlashNumerics().with_(repeated_max_rule="mine"), "of bounded, published, got 'm"),
+        (lambda: FlashNumerics().with_(gradient_scale="q"), "one of sums, probabilities, got 'q'"),
+        (lambda: FlashNumerics().with_(products="word"), "'word'; nearest: work"),
+        (lambda: FlashNumerics().with_(scores="work"), "scores must be a format, got 'work'"),
+        (lambda: FlashNumerics().with_(exponents="e4m3"), "exponents must be a format with infin"),
+        (
+            lambda: FlashNumerics().with_(summands="bf16-saturate"),
+            "summands must be a format with infinities, got 'bf16-saturate'",
+        ),
         (lambda: FlashNumerics().with_(rescale_threshold=-1), "at least 0, got -1"),
         (lambda: FlashNumerics().with_(rescale_threshold=float("nan")), "number of at least 0"),
         (lambda: FlashNumerics().with_(exp="exp10"), "exp must be one of exact, exp2, exp2_poly"),
@@ -112,7 +133,7 @@ def test_what_does_not_exist_is_named_with_its_neighbours(make, message):
     values=st.fixed_dictionaries(
         {},
         optional={
-            **{point: st.sampled_from(["fp32", "bf16", "e4m3", "e6m9-flush"]) for point in FIELDS},
+            **{point: st.sampled_from(["fp32", "bf16", "e5m2", "e6m9-flush"]) for point in FIELDS},
             "rounding": st.sampled_from(ROUNDINGS),
             "exp": st.sampled_from(EXPS),
             "key_order": st.sampled_from(KEY_ORDERS),

@@ -37,6 +37,11 @@ def test_streams_keep_their_numbers_which_decide_bits():
         **{"delta": 27, "dp": 28, "ds": 29, "dq_accumulator": 30, "dk_accumulator": 31},
         **{"dv_accumulator": 32, "dq": 33, "dk": 34, "dv": 35, "backward_p": 36},
         **{"backward_probabilities": 37, "split_output": 38, "split_lse": 39},
+        **{"products": 41, "exponents": 42, "alpha_exponent": 43, "block_sum": 44},
+        **{"rescaled_sum": 45, "log_sum": 46, "rescaled_accumulator": 47, "block_output": 48},
+        **{"split_exponent": 49, "split_log": 50, "split_rescaled": 51, "delta_products": 52},
+        **{"backward_exponents": 53, "ds_difference": 54, "ds_probabilities": 55},
+        **{"dq_product": 56, "dk_product": 57, "dv_product": 58},
     }
     assert known.items() <= {name: point.stream for name, point in POINTS.items()}.items()
     assert (SIGNS_STREAM, DROPOUT_STREAM) == (5, 40)

@@ -29,14 +29,19 @@ CASES = [
 ]
 RECURRING_POINTS = {
     "operands": GRADIENTS,
+    "products": GRADIENTS,
     "scores": GRADIENTS,
     "statistics": GRADIENTS,
+    "exponents": GRADIENTS,
     "probabilities": ("dv",),
 }
 BACKWARD_POINTS = {
+    "delta_products": ("dq", "dk"),
     "delta": ("dq", "dk"),
     "dp": ("dq", "dk"),
+    "ds_factors": ("dq", "dk"),
     "ds": ("dq", "dk"),
+    "gradient_products": GRADIENTS,
     "dq_accumulator": ("dq",),
     "dkv_accumulator": ("dk", "dv"),
     "gradients": GRADIENTS,

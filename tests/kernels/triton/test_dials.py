@@ -24,6 +24,9 @@ DIALS = {
     "exp2": {"exp": "exp2"},
     "threshold": {"rescale_threshold": 8.0},
     "beta": {"repeated_max_beta": 7.0},
+    "published_beta": {"repeated_max_beta": 2.0, "repeated_max_rule": "published"},
+    "near_ties": {"repeated_max_beta": 7.0, "repeated_max_tolerance": 0.1},
+    "gradient_scale": {"gradient_scale": "probabilities"},
     "incoherent": {"incoherent": True},
 }
 NARROW = {
@@ -41,6 +44,12 @@ NARROW = {
     "toward_zero": ("all_bf16", {"rounding": "toward_zero", "key_order": "reversed"}),
     "e5m5": ("all_bf16", {"scores": "e5m5-flush", "statistics": "e8m9", "dp": "e6m5"}),
     "beta": ("all_bf16", {"repeated_max_beta": 7.0}),
+    "each_operation": ("peer_2510_04212", {}),
+    "each_operation_fp8": ("peer_2510_04212", {"operands": "e4m3", "scaling": "per_block"}),
+    "stochastic_each_operation": ("peer_2510_04212", {"rounding": "stochastic"}),
+    "stochastic_each_split": ("peer_2510_04212", {"rounding": "stochastic", "splits": 3}),
+    "each_operation_key_outer": ("peer_2510_04212", {"loop_order": "key_outer"}),
+    "published_maximum": ("peer_2510_04212_stabilised", {"key_order": "reversed"}),
 }
 
 

@@ -32,7 +32,10 @@ CASES = [
     ("all_bf16", torch.bfloat16, 64),
     ("all_bf16", torch.float64, 64),
 ]
-FORWARD_POINTS = ["operands", "scores", "statistics", "probabilities", "accumulator", "output"]
+FORWARD_POINTS = [
+    *("operands", "products", "scores", "statistics", "exponents", "summands", "probabilities"),
+    *("rescaled_accumulator", "block_output", "accumulator", "output"),
+]
 
 
 def draw(shape, dtype=torch.float64, seed=0):

@@ -28,6 +28,13 @@ EXACT_DIALS = {
     "exp2": {"exp": "exp2"},
     "threshold": {"rescale_threshold": 8.0, "block_k": 16},
     "beta": {"repeated_max_beta": 7.0, "block_k": 32},
+    "published_beta": {
+        "repeated_max_beta": 2.0,
+        "repeated_max_rule": "published",
+        "repeated_max_tolerance": 0.1,
+        "block_k": 96,
+    },
+    "gradient_scale": {"gradient_scale": "probabilities", "block_q": 96},
     "incoherent": {"incoherent": True},
     "all": {
         "key_order": "reversed",
@@ -47,6 +54,7 @@ MOVING_DIALS = {
     "polynomial": {"exp": "exp2_polynomial"},
     "threshold": {"rescale_threshold": 8.0},
     "beta": {"repeated_max_beta": 7.0},
+    "near_ties": {"repeated_max_beta": 7.0, "repeated_max_tolerance": 0.1},
     "incoherent": {"incoherent": True},
     "per_tensor": {"operands": "e4m3", "scaling": "per_tensor"},
     "per_block": {"operands": "e4m3", "scaling": "per_block"},
@@ -54,7 +62,7 @@ MOVING_DIALS = {
     "nearest_away": {"rounding": "nearest_away"},
     "stochastic": {"rounding": "stochastic"},
 }
-FORWARD_ONLY = {"splits", "key_outer", "threshold", "beta"}
+FORWARD_ONLY = {"splits", "key_outer", "threshold", "beta", "near_ties"}
 
 
 def masks():
@@ -334,6 +342,22 @@ def test_a_repeated_maximum_is_moved_and_a_single_one_is_not():
         -8,
         9,
     ]
+
+
+def test_scores_within_the_tolerance_repeat_a_maximum_and_those_beyond_do_not():
+    near = PROFILES["fa2"].with_(repeated_max_beta=2.0, repeated_max_tolerance=0.25).softmax
+    scores = torch.tensor([[1.5, 1.25, 0], [1.5, 1.125, 0], [-2, -2.25, -3]])
+    assert block_maximum(scores, near).flatten().tolist() == [3, 1.5, 0]
+
+
+def test_the_published_rule_takes_no_doubling_back_and_counts_a_hidden_block():
+    published = PROFILES["fa2"].with_(repeated_max_beta=2.0, repeated_max_rule="published").softmax
+    hidden = -torch.inf
+    scores = torch.tensor([[9, 9, 1], [9, 8, 1], [-2, -2, -3], [-2, -3, hidden], [hidden] * 3])
+    assert block_maximum(scores, published).flatten().tolist() == [18, 9, 0, -2, 0]
+    # off with beta 1, whatever the rule
+    off = PROFILES["fa2"].with_(repeated_max_rule="published").softmax
+    assert block_maximum(scores, off)[-1].item() == hidden
 
 
 def test_the_maximum_is_kept_up_to_the_threshold_in_powers_of_two():

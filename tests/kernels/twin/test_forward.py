@@ -26,7 +26,10 @@ FLASH_ATTN_SHAPES = [
 ]
 """Lengths and head dims of flash-attn's tests/test_flash_attn.py, about half of its pairs."""
 
-FORWARD_POINTS = ["operands", "scores", "statistics", "probabilities", "accumulator", "output"]
+FORWARD_POINTS = [
+    *("operands", "products", "scores", "statistics", "exponents", "summands", "probabilities"),
+    *("rescaled_accumulator", "block_output", "accumulator", "output"),
+]
 
 
 def draw(shape, dtype, seed=0, **law):

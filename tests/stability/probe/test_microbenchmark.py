@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from attention_kernels import round_to
+from attention_kernels.points import FIELDS
 from attention_kernels.testing import Shape
 from stability.probe.attention_inputs import DISTRIBUTIONS, draw_inputs, read_inputs
 from stability.probe.microbenchmark import POINTS, Problem, measure, waterfall
@@ -62,6 +63,14 @@ def test_the_waterfall_lowers_and_raises_each_point_alone():
     raised = {s.point: s.errors["out"] for s in steps if s.change == "raised"}
     assert raised["scores"] < whole
     assert raised["delta"] == whole
+
+
+def test_the_waterfall_has_a_row_for_each_point_at_which_the_profile_rounds():
+    steps = list(waterfall(Problem(profile="peer_2510_04212", **SMALL)))
+    lowered = {s.point: s.errors for s in steps if s.change == "lowered"}
+    assert list(lowered) == list(FIELDS)
+    assert lowered["block_output"]["out"] > 1e-4
+    assert lowered["gradient_products"]["out"] < 1e-14 < 1e-4 < lowered["gradient_products"]["dq"]
 
 
 def test_tensors_of_a_file_are_read_rounded_and_asked_for_by_name(tmp_path):
