@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
-from attention_kernels.points import FIELDS, POINTS
+from attention_kernels.points import FIELDS, POINTS, UNROUNDED
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 README = (KERNELS / "README.md").read_text(encoding="utf-8")
@@ -44,6 +44,13 @@ def source_of(place):
 def test_each_rounding_point_is_listed_in_the_order_it_occurs():
     rows = tables()["forward point"] + tables()["backward point"]
     assert [named(row[0])[0] for row in rows] == list(FIELDS)
+
+
+def test_the_steps_that_round_nothing_by_default_are_marked():
+    rows = tables()["forward point"] + tables()["backward point"]
+    marked = {named(row[0])[0] for row in rows if "◦" in row[0]}
+    plain = PROFILES["fa2"].to_dict()
+    assert marked == {field for field in FIELDS if plain[field] == UNROUNDED}
 
 
 @pytest.mark.parametrize(
@@ -86,8 +93,10 @@ def test_each_dial_is_listed_and_where_the_table_says():
 def test_each_profile_differs_from_fa2_in_what_the_table_says(row):
     (name,) = named(row[0])
     changes = dict(pair.split("=") for pair in row[1].split() if "=" in pair)
-    if row[1].startswith("every point"):
-        changes = dict.fromkeys(FIELDS, row[1].split()[-1])
+    every = re.match(r"every point( and ◦)? (\w+)", row[1])
+    if every:
+        plain = PROFILES["fa2"].to_dict()
+        changes |= {f: every[2] for f in FIELDS if every[1] or plain[f] != UNROUNDED}
     expected = {k: str(v) for k, v in (PROFILES["fa2"].to_dict() | changes).items()}
     assert {k: str(v) for k, v in PROFILES[name].to_dict().items()} == expected
 

@@ -92,6 +92,28 @@ def test_tied_maxima_bias_bf16_accumulation_by_a_fifth_of_an_ulp_and_beta_cures_
         assert abs(found["fa2", ()].bias_ulp) < 0.01
 
 
+@pytest.mark.parametrize("sign", [-1, 1], ids=["negative", "positive"])
+def test_with_everything_in_bf16_beta_leaves_what_the_row_sum_drops(sign):
+    found = {
+        name: tie_bias(*case, "twin", sign, heads=128)
+        for name, case in {
+            "failing": ("all_bf16", ()),
+            "beta": ("all_bf16", (("repeated_max_beta", 7),)),
+            "published": ("peer_2510_04212_stabilised", ()),
+            "wide_sum": ("all_bf16", (("repeated_max_beta", 7), ("statistics", "fp32"))),
+        }.items()
+    }
+    inputs = tied_inputs(128, sign, 0)
+    p = torch.softmax(inputs.q @ inputs.k.mT, -1)
+    # A sum in BF16 is that of the two ties: out is too large by the residuals' share of it.
+    dropped = (p[..., 2:].sum(-1).mean() * inputs.v.abs().mean() * 2**6).item()
+    assert 0.03 < dropped < 0.07
+    for name in ("beta", "published"):
+        assert sign * found[name].bias_ulp == pytest.approx(dropped, abs=0.01)
+    assert sign * found["failing"].bias_ulp > 4 * dropped
+    assert abs(found["wide_sum"].bias_ulp) < 0.03
+
+
 def test_tied_inputs_hold_two_ones_and_residuals_of_less_than_a_thousandth():
     inputs = tied_inputs(8, 1, 0)
     scores = inputs.q @ inputs.k.mT
