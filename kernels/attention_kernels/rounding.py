@@ -60,9 +60,10 @@ def round_to(
     `x` is FP32 or FP64, of any shape. The result has its dtype and shape, and is `x` itself if the
     format holds every value of that dtype. `rounding` is one of ROUNDINGS. A value that rounds
     beyond the range overflows as in IEEE 754, to infinity; it becomes NaN if the format has no
-    infinity, and the largest value if the format saturates. `stochastic` rounding draws its random
-    bits from `seed` and the position in `x`, unless `bits` gives them: an int64 tensor with 32
-    random bits in each element, broadcastable to `x`. It keeps the mean to 2**-24 of a spacing.
+    infinity, and the largest value if the format saturates. A NaN stays NaN in every format.
+    `stochastic` rounding draws its random bits from `seed` and the position in `x`, unless `bits`
+    gives them: an int64 tensor with 32 random bits in each element, broadcastable to `x`. It keeps
+    the mean to 2**-24 of a spacing.
     ValueError for another dtype, an unknown format or an unknown rounding.
     """
     target = format if isinstance(format, Format) else format_named(format)
@@ -83,12 +84,13 @@ def round_to(
         largest = target.largest_in(carrier)
         x = x.clamp(-largest, largest)
     rounded = _round_unlimited(x, target, rounding, bits)
-    if target.subnormals:
-        return rounded
-    # Flushed after the rounding, because a value just below the smallest normal one may round up
-    # to it, and is then no subnormal.
-    zero = torch.copysign(torch.zeros_like(rounded), rounded)
-    return torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
+    if not target.subnormals:
+        # Flushed after the rounding, because a value just below the smallest normal one may round
+        # up to it, and is then no subnormal.
+        zero = torch.copysign(torch.zeros_like(rounded), rounded)
+        rounded = torch.where(rounded.abs() < 2.0**target.min_exponent, zero, rounded)
+    # minus zero plus zero is zero, and every other value stays
+    return rounded if target.negative_zero else rounded + 0.0
 
 
 def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
@@ -110,23 +112,30 @@ def round_into(x: Tensor, format: str | Format, dtype: torch.dtype) -> Tensor:
 
 def _native(target: Format) -> torch.dtype | None:
     """Return the dtype to which torch's cast is one correct rounding from its carrier, or None."""
-    if not target.infinities or target.saturate or not target.subnormals:
+    if target.saturate or not target.subnormals:
         return None
-    shape = target.exponent_bits, target.mantissa_bits
+    shape = _ieee_shape(target)
     return next((casts[shape] for casts in _CASTS.values() if shape in casts), None)
+
+
+def _ieee_shape(target: Format) -> tuple[int, int] | None:
+    """Return the exponent and mantissa bits of a format in IEEE's encoding and bias, else None."""
+    shape = target.exponent_bits, target.mantissa_bits
+    is_ieee = target.infinities and target.bias == 2 ** (target.exponent_bits - 1) - 1
+    return shape if is_ieee else None
 
 
 def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | None) -> Tensor:
     """Round to `target` by the quickest implementation, but neither flush nor saturate."""
-    shape = target.exponent_bits, target.mantissa_bits
-    if rounding == "nearest_even" and target.infinities and shape in _CASTS[x.dtype]:
+    shape = _ieee_shape(target)
+    if rounding == "nearest_even" and shape in _CASTS[x.dtype]:
         return x.to(_CASTS[x.dtype][shape]).to(x.dtype)
     # A subnormal of FP32 has fewer significant bits than its bit pattern has mantissa bits. In a
     # format with more exponent bits it is a normal value, so fewer bits are dropped from it. In
     # FP64 it is normal as well, and needs no special case.
     wide = x.double() if target.exponent_bits > 8 else x
     carrier = _CARRIERS[wide.dtype]
-    if target.infinities and target.exponent_bits == carrier.exponent_bits:
+    if shape is not None and target.exponent_bits == carrier.exponent_bits:
         dropped = carrier.mantissa_bits - target.mantissa_bits
         return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
     rounded = round_on_grid(x.double(), target.min_exponent, target.mantissa_bits, rounding, bits)

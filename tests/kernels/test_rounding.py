@@ -22,14 +22,19 @@ TORCHS = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
-WRITTEN_OUT = ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1", "e6m9", "e8m1"]
+ENCODED = [name for name, f in FORMATS.items() if f.encoding in ("fnuz", "finite", "int")]
+WRITTEN_OUT = ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1-ieee", "e6m9", "e8m1", *ENCODED]
 GFLOAT = {
     "fp16": gfloat_formats.format_info_binary16,
     "bf16": gfloat_formats.format_info_bfloat16,
     "e4m3": gfloat_formats.format_info_ocp_e4m3,
     "e5m2": gfloat_formats.format_info_ocp_e5m2,
+    "e2m1": gfloat_formats.format_info_ocp_e2m1,
+    "e2m3": gfloat_formats.format_info_ocp_e2m3,
+    "e3m2": gfloat_formats.format_info_ocp_e3m2,
 }
-AGAINST_GFLOAT = [*GFLOAT, "tf32", "e3m4", "e2m1", "e6m9", "e8m15", "e9m7", "e10m20", "e11m30"]
+AGAINST_GFLOAT = [*GFLOAT, "tf32", "e3m4", "e2m1-ieee", "e6m9", "e8m15", "e9m7", "e10m20"]
+AGAINST_GFLOAT += ["e11m30", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz"]
 
 
 def same(x, y):
@@ -47,7 +52,12 @@ def positive_grid(name):
     fraction = torch.where(exponent > 0, count % steps + steps, count)
     scale = (exponent.clamp(min=1) - 1 + format.min_exponent - format.mantissa_bits).long()
     values = fraction * (scale + 1023 << 52).view(torch.float64)
-    return values if format.infinities else values[:-1]
+    return values[:-1] if format.encoding == "fn" else values
+
+
+def minus(x, name):
+    """The negative of values of a format: of zero it is zero where zero has no sign."""
+    return -x if format_named(name).negative_zero else 0.0 - x
 
 
 def random_patterns(count, dtype=torch.float32):
@@ -74,11 +84,11 @@ def test_the_grid_written_out_is_torchs(name):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1", "e6m9"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e6m9", *ENCODED])
 def test_every_value_on_a_grid_stays(name, rounding):
     grid = positive_grid(name)
     for carrier in CARRIERS:
-        x = torch.cat([grid, -grid]).to(carrier)
+        x = torch.cat([grid, minus(grid, name)]).to(carrier)
         assert same(round_to(x, name, rounding), x)
 
 
@@ -100,12 +110,14 @@ def test_between_neighbours_the_mode_decides(name, carrier):
     }
     for where, (x, to_even, to_away) in points.items():
         for sign in (1, -1):
-            assert same(round_to(sign * x, name), sign * to_even), where
-            assert same(round_to(sign * x, name, "nearest_away"), sign * to_away), where
-            assert same(round_to(sign * x, name, "toward_zero"), sign * low), where
-            assert same(round_to(sign * x, name, "away"), sign * high), where
+            wanted = {"nearest_even": to_even, "nearest_away": to_away}
+            wanted |= {"toward_zero": low, "away": high}
+            signed = {mode: y if sign == 1 else minus(y, name) for mode, y in wanted.items()}
+            for mode, y in signed.items():
+                assert same(round_to(sign * x, name, mode), y), (where, mode)
             to_either = round_to(sign * x, name, "stochastic")
-            assert bool(((to_either == sign * low) | (to_either == sign * high)).all()), where
+            down, up_ = signed["toward_zero"], signed["away"]
+            assert bool(((to_either == down) | (to_either == up_)).all()), where
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2"])
@@ -129,15 +141,17 @@ def test_a_million_random_fp32_values_round_as_torch_casts_to_e4m3():
 def gfloat_info(format):
     if format.name in GFLOAT:
         return GFLOAT[format.name]
+    fnuz = "fnuz" in format.name
+    usual_bias = 2 ** (format.exponent_bits - 1) - 1
     return gfloat.FormatInfo(
         name=format.name,
         k=1 + format.exponent_bits + format.mantissa_bits,
         precision=format.mantissa_bits + 1,
-        bias=2 ** (format.exponent_bits - 1) - 1,
+        bias=(11 if "b11" in format.name else usual_bias + 1) if fnuz else usual_bias,
         is_signed=True,
-        domain=gfloat.Domain.Extended,
-        has_nz=True,
-        num_high_nans=2**format.mantissa_bits - 1,
+        domain=gfloat.Domain.Finite if fnuz else gfloat.Domain.Extended,
+        has_nz=not fnuz,
+        num_high_nans=0 if fnuz else 2**format.mantissa_bits - 1,
         has_subnormals=True,
         is_twos_complement=False,
     )
@@ -167,8 +181,11 @@ def gfloat_round(x, name, mode, saturate):
 )
 @pytest.mark.parametrize("name", AGAINST_GFLOAT)
 def test_rounds_as_gfloat(name, rounding, mode, saturate):
-    largest = format_named(name).max_value
-    edges = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf])
+    """gfloat refuses a NaN, and without `saturate` an infinity, where a format has none."""
+    format = format_named(name)
+    largest, finite = format.max_value, format.encoding == "finite"
+    saturate |= finite
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, *[torch.nan] * (not finite)])
     subnormal = (torch.arange(1, 31) ** 5 % 2**23).to(torch.int32).view(torch.float32)
     for carrier in CARRIERS:
         ends = torch.tensor([largest, -largest, largest * 1.01, -largest * 1.3]).to(carrier)
@@ -177,6 +194,7 @@ def test_rounds_as_gfloat(name, rounding, mode, saturate):
         x = torch.cat([x, random_patterns(150, carrier), spread(150, carrier)])
         if saturate and largest > torch.finfo(carrier).max:
             x = x[x.isfinite()]  # where the format goes on, the carrier can't hold its end
+        x = x[~x.isnan()] if finite else x
         rounded = round_to(x, name + "-saturate" * saturate, rounding)
         assert same(rounded, gfloat_round(x, name, mode, saturate))
 
@@ -230,7 +248,8 @@ def test_rounding_twice_is_rounding_once(patterns, carrier, format, rounding):
 @given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
 def test_the_sign_changes_the_sign_alone(patterns, carrier, format, rounding):
     x = values(patterns, carrier)
-    assert same(round_to(-x, format, rounding), -round_to(x, format, rounding))
+    changed, kept = round_to(-x, format, rounding), -round_to(x, format, rounding)
+    assert same(changed, kept if format.negative_zero else 0.0 + kept)
 
 
 @settings(deadline=None, max_examples=300)
@@ -300,7 +319,7 @@ def test_past_the_end_of_e4m3(name, rounding, at_449, at_463, at_464, at_465, at
     assert_rounds([-449, -463, -464, -465, -INF], [-x for x in expected], name, rounding)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e6m9", "e2m1", "e10m3"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e6m9", "e2m1-ieee", "e10m3"])
 def test_past_the_end_of_a_format_with_infinities(name):
     """The end is the tie between the largest value and the next, which would be even."""
     format = format_named(name)
@@ -326,14 +345,36 @@ def test_past_the_end_of_a_format_with_infinities(name):
     "name", [*FORMATS, "e3m4", "e9m5", "bf16-flush", "fp64-flush", "e4m3-flush"]
 )
 def test_infinities_nans_and_signed_zeros_stay(name, rounding):
-    infinite = INF if format_named(name).infinities else NAN
+    format = format_named(name)
+    infinite = {"ieee": INF, "fn": NAN, "fnuz": NAN}.get(format.encoding, format.max_value)
+    minus_zero = 0.0 if format.encoding in ("fnuz", "int") else -0.0
     values = [INF, -INF, NAN, 0.0, -0.0]
-    assert_rounds(values, [infinite, -infinite, NAN, 0.0, -0.0], name, rounding)
+    assert_rounds(values, [infinite, -infinite, NAN, 0.0, minus_zero], name, rounding)
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_a_zero_without_a_sign_gets_none_from_what_rounds_to_it(name):
+    smallest = format_named(name).value_of(1)
+    zero = 0.0 if name == "int8" or name.endswith("fnuz") else -0.0
+    assert_rounds([-smallest / 4, -smallest], [zero, -smallest], name)
+    if name != "int8":
+        assert_rounds([-smallest], [zero], name + "-flush")
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
-    "name", ["fp32-saturate", "bf16-saturate", "e4m3-saturate", "e2m1-saturate"]
+    ("name", "largest"), [("e2m1", 6), ("e2m3", 7.5), ("e3m2", 28), ("int8", 127 / 64)]
+)
+def test_past_the_end_of_a_format_without_infinity_and_nan_is_its_end(name, largest, rounding):
+    """Even where the tie beyond the end would be rounded away: MX v1.0, section 5.3, saturates."""
+    beyond = [largest * 1.01, largest * 1.2, largest * 1.3, 1e30]
+    assert_rounds(beyond, [largest] * 4, name, rounding)
+    assert_rounds([-x for x in beyond], [-largest] * 4, name, rounding)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    "name", ["fp32-saturate", "bf16-saturate", "e4m3-saturate", "e2m1-ieee-saturate"]
 )
 def test_a_saturating_format_makes_its_largest_value_of_infinity(name, rounding):
     largest = format_named(name).max_value

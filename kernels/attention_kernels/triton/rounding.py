@@ -56,12 +56,12 @@ class _Layout:
         # The carrier: the number of its mantissa bits, and the bit pattern of its infinity.
         self.stored = carrier.mantissa_bits
         self.infinity = (2**carrier.exponent_bits - 1) << self.stored
-        # The format: whether it has more (wide) or fewer (narrow) exponent bits than the carrier,
-        # its number of mantissa bits, and its smallest values as the carrier encodes them:
+        # The format: whether its smallest normal value is below (wide) or above (narrow) that of
+        # the carrier, its number of mantissa bits, and its smallest values in the carrier's code:
         # `first_normal` is the exponent field of the smallest normal value, `quantum` the bit
         # pattern of the smallest subnormal. Magnitudes whose bits are below `smallest` are flushed.
-        self.wide = target.exponent_bits > carrier.exponent_bits
-        self.narrow = target.exponent_bits < carrier.exponent_bits
+        self.wide = target.min_exponent < carrier.min_exponent
+        self.narrow = target.min_exponent > carrier.min_exponent
         self.mantissa = target.mantissa_bits
         self.first_normal = max(target.min_exponent + bias, 0)
         self.quantum = max(quantum + bias, 0) << self.stored
@@ -71,6 +71,7 @@ class _Layout:
         self.saturate = target.saturate
         nan = self.infinity + (1 << (self.stored - 1))
         self.beyond = self.infinity if target.infinities else nan
+        self.negative_zero = target.negative_zero
 
 
 def _bits(value: float, width: int) -> int:
@@ -186,7 +187,10 @@ def _round_bits(b_int, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, b_bits, WID
         b_round = b_size
     if layout_of(FORMAT, WIDTH, "smallest") > 0:
         b_round = tl.where(b_round < layout_of(FORMAT, WIDTH, "smallest"), 0, b_round)
-    return b_round | (b_int - b_magnitude)
+    b_sign = b_int - b_magnitude
+    if not layout_of(FORMAT, WIDTH, "negative_zero"):
+        b_sign = tl.where(b_round == 0, 0, b_sign)
+    return b_round | b_sign
 
 
 @triton.jit

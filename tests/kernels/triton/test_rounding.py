@@ -34,6 +34,8 @@ DEVICES = [
 FORMATS = [
     *("fp64", "fp32", "tf32", "bf16", "fp16", "e4m3", "e5m2"),
     *("e3m4", "e2m1", "e6m9", "e8m15", "e9m7", "e10m40", "e11m20", "e7m30"),
+    *("e2m3", "e3m2", "int8", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz", "e2m1-ieee", "e4m3-ieee"),
+    *("e5m2fnuz-flush", "e4m3fnuz-saturate", "e3m2-flush"),
     *("bf16-flush", "fp16-saturate", "e4m3-flush-saturate", "fp32-saturate", "e11m52-flush"),
     *("e9m7-saturate", "e7m30-saturate", "tf32-flush", "e5m2-saturate"),
 ]
@@ -89,6 +91,7 @@ def carried(dtype):
     spread = torch.ldexp(torch.randn(2**14, dtype=torch.float64, generator=generator), exponent)
     near = fp32_patterns([0])[::7].double() * (1 + 2.0**-40)
     ends = [65504, 65519.99, 65520, 448, 464, 464.1, 15.5, 15.75, 3, 3.5, 3.4e38, 3.3961775e38]
+    ends += [6, 7, 7.5, 7.75, 28, 30, 31, 1.984375, 1.99, 240, 247.9, 248, 57344, 61440, 0.0]
     ends += [1e300, 2.0**-150, 2.0**-151, 5e-324, 1.7e308, 2.0**63, 1.99 * 2.0**63]
     wide = torch.tensor([sign * end for end in ends for sign in (1, -1)], dtype=torch.float64)
     return torch.cat([random_patterns(2**14, dtype), *(x.to(dtype) for x in (spread, near, wide))])
