@@ -15,7 +15,6 @@ Shape suffixes: B batch, H heads, L rows, T blocks of rows, D head_dim, E head_d
 power of two.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -24,8 +23,9 @@ from torch import Tensor
 
 from attention_kernels.formats import FORMATS, Format, format_named, input_format
 from attention_kernels.numerics import FlashNumerics
-from attention_kernels.points import POINTS, SIGNS_STREAM
+from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_at
+from attention_kernels.rotation import rotation
 from attention_kernels.rounding import DTYPES, round_to
 
 __all__ = ["Operand", "prepare", "rotate_back"]
@@ -61,7 +61,7 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     if rotated:
         # A product in the work format, which is no rounding point: its error stays with the values.
         seed = numerics.arithmetic.seed
-        values = values @ _rotation(x.shape[-1], seed, values.dtype, values.device)
+        values = values @ rotation(x.shape[-1], seed, values.dtype, values.device)
     scales = None
     if scaling.scaling != "none":
         rows = block if scaling.scaling == "per_block" else x.shape[2]
@@ -79,7 +79,7 @@ def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
     if not numerics.scaling.incoherent:
         return dx
     # the gradient by q of q M is that by q M times M^T, which is also the inverse
-    return dx @ _rotation(dx.shape[-1], numerics.arithmetic.seed, dx.dtype, dx.device).T
+    return dx @ rotation(dx.shape[-1], numerics.arithmetic.seed, dx.dtype, dx.device).T
 
 
 def _scaled(
@@ -115,29 +115,3 @@ def _bits(values: Tensor, name: str, seed: int) -> Tensor:
     )
     head = batch[:, None] * len(heads) + heads
     return bits_at(seed, POINTS[name].stream, head[:, :, None, None], rows[:, None], columns)
-
-
-@functools.lru_cache(maxsize=16)
-def _rotation(head_dim: int, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an orthogonal `(head_dim, head_dim)` matrix: random signs times Hadamard matrices.
-
-    A head_dim that is no power of two is cut into powers of two, each rotated in itself.
-    """
-    # In FP64 until the end: the matrix is then orthogonal up to one rounding to the work dtype.
-    signs = 1 - 2 * (bits_at(seed, SIGNS_STREAM, torch.arange(head_dim)) >> 31)
-    blocks, left = [], head_dim
-    while left:
-        size = 1 << (left.bit_length() - 1)
-        # rows of 1 and -1 have norm sqrt(size)
-        blocks.append(_hadamard(size) / math.sqrt(size))
-        left -= size
-    matrix = signs.double()[:, None] * torch.block_diag(*blocks)
-    return matrix.to(device, dtype)
-
-
-def _hadamard(size: int) -> Tensor:
-    """Sylvester's matrix of a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
