@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-__all__ = ["STORED", "computed", "drawn"]
+__all__ = ["RECIPES", "STORED", "computed", "drawn"]
 
 STORED = Path(__file__).parent / "data" / "torchao_blocks.npz"
 MX = {"mxfp8": "e4m3", "mxfp8-e5m2": "e5m2", "mxfp6-e2m3": "e2m3", "mxfp6-e3m2": "e3m2"}
 MX |= {"mxfp4": "e2m1"}
 RULES = ("floor", "ceil", "rceil", "even")
+RECIPES = [name if rule == "floor" else f"{name}-{rule}" for name in MX for rule in RULES]
+RECIPES += ["nvfp4", "fp8_per_row", "fp8_per_tensor"]
 
 
 def drawn(rows=24, seed=0):
