@@ -17,13 +17,20 @@ can check the names in a YAML file before it loads anything heavy.
 """
 
 import difflib
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attention_kernels.formats import Format, format_named
 
-__all__ = ["BLOCK_RECIPES", "POWER_OF_TWO_RULES", "SCALES", "BlockRecipe", "recipe_named"]
+__all__ = [
+    "BLOCK_RECIPES",
+    "OPERAND_RECIPES",
+    "POWER_OF_TWO_RULES",
+    "SCALES",
+    "BlockRecipe",
+    "check_no_recipe",
+    "recipe_named",
+]
 
 SCALES = ("e8m0", "e4m3", "fp32")
 """The formats of scales. `e8m0` holds 2**-127 to 2**127 and NaN."""
@@ -96,6 +103,7 @@ _MX: dict[str, Any] = {"block": (1, 32), "scales": "e8m0", "rule": "floor", "sou
 _NVFP4: dict[str, Any] = {"elements": "e2m1", "scales": "e4m3", "largest_scale": 448.0}
 _DEEPSEEK: dict[str, Any] = {"elements": "e4m3", "source": "arXiv 2412.19437, section 3.3"}
 _NVFP4_SOURCE = "arXiv 2509.25149"
+_ROW, _TENSOR = "torchao's PerRow", "torchao's PerTensor"
 
 BLOCK_RECIPES = {
     recipe.name: recipe
@@ -118,30 +126,55 @@ BLOCK_RECIPES = {
         ),
         BlockRecipe(name="deepseek_1x128", block=(1, 128), **_DEEPSEEK),
         BlockRecipe(name="deepseek_128x128", block=(128, 128), **_DEEPSEEK),
-        BlockRecipe(name="fp8_per_row", elements="e4m3", block="row"),
-        BlockRecipe(name="fp8_per_row-e5m2", elements="e5m2", block="row"),
-        BlockRecipe(name="fp8_per_tensor", elements="e4m3", block="tensor"),
-        BlockRecipe(name="fp8_per_tensor-e5m2", elements="e5m2", block="tensor"),
+        BlockRecipe(name="fp8_per_row", elements="e4m3", block="row", source=_ROW),
+        BlockRecipe(name="fp8_per_row-e5m2", elements="e5m2", block="row", source=_ROW),
+        BlockRecipe(name="fp8_per_tensor", elements="e4m3", block="tensor", source=_TENSOR),
+        BlockRecipe(name="fp8_per_tensor-e5m2", elements="e5m2", block="tensor", source=_TENSOR),
     )
 }
 """The recipes by name."""
 
+_ALL_RECIPES = BLOCK_RECIPES | {
+    f"{name}-{rule}": replace(recipe, name=f"{name}-{rule}", rule=rule)
+    for name, recipe in BLOCK_RECIPES.items()
+    for rule in POWER_OF_TWO_RULES
+    if recipe.rule in POWER_OF_TWO_RULES and rule != recipe.rule
+}
 
-@functools.cache
+# An element times its scale must be exact in BF16, the dtype of operands: FP32 scales are not.
+OPERAND_RECIPES = {name: recipe for name, recipe in _ALL_RECIPES.items() if recipe.scales != "fp32"}
+"""The recipes that operands of attention can be in, by name."""
+
+
 def recipe_named(name: str) -> BlockRecipe:
     """Return the recipe called `name`: one of BLOCK_RECIPES.
 
     A recipe of MX may end in the name of another rule than `floor`, as in `mxfp4-even`. ValueError,
     with the nearest names, for any other name.
     """
-    if name in BLOCK_RECIPES:
-        return BLOCK_RECIPES[name]
-    stem, _, rule = str(name).rpartition("-")
-    known = BLOCK_RECIPES.get(stem)
-    if known and known.rule != "max" and rule in POWER_OF_TWO_RULES and rule != known.rule:
-        return replace(known, name=name, rule=rule)
-    near = difflib.get_close_matches(str(name), BLOCK_RECIPES, n=3, cutoff=0.4)
+    if name not in _ALL_RECIPES:
+        near = difflib.get_close_matches(str(name), _ALL_RECIPES, n=3, cutoff=0.4)
+        raise ValueError(
+            f"recipe_named: name must be a block recipe, got {name!r}; nearest: "
+            f"{', '.join(near or BLOCK_RECIPES)}"
+        )
+    return _ALL_RECIPES[name]
+
+
+def check_no_recipe(where: str, name: str, *, operands: bool) -> None:
+    """Raise ValueError if `name` is that of a recipe; `operands` says that some may be there.
+
+    `where` begins the message.
+    """
+    if name not in _ALL_RECIPES or (operands and name in OPERAND_RECIPES):
+        return
+    if not operands:
+        raise ValueError(
+            f"{where} must be a format, got {name!r}; the operands of FlashNumerics alone take a "
+            "block recipe"
+        )
     raise ValueError(
-        f"recipe_named: name must be a block recipe, got {name!r}; nearest: "
-        f"{', '.join(near or BLOCK_RECIPES)}"
+        f"{where} must be a format or a block recipe with e8m0 or e4m3 scales, got {name!r}, whose "
+        "FP32 scales do not fit into operands of 16 bits; use the format of its elements with "
+        "scaling='per_block' or 'per_tensor'"
     )

@@ -45,8 +45,9 @@ class Quantized(NamedTuple):
 
     `elements` has the shape and dtype of the tensor and lies on the grid of the recipe's elements.
     `scales` is FP32 (FP64 of an FP64 tensor) and on the grid of the recipe's scales; each of its
-    axes counts blocks, and is 1 where a block spans the axis. `tensor_scale` is a scalar by which
-    all scales are multiplied, or None for 1. `seed` is that of the rotation, if the recipe has one.
+    axes counts blocks, and is 1 where a block spans the axis. `tensor_scale`, by which all scales
+    are multiplied, is a scalar, or with batch axes has them and axes of 1; None stands for 1.
+    `seed` is that of the rotation, if the recipe has one.
     """
 
     elements: Tensor
@@ -64,15 +65,19 @@ def quantize(
     *,
     rounding: str = "nearest_even",
     seed: int = 0,
+    bits: Tensor | None = None,
     partial: bool = False,
+    batch_axes: int = 0,
 ) -> Quantized:
     """Quantize `x`, FP64, FP32, BF16 or FP16, in blocks along `axis`.
 
     `rounding` is one of `formats.ROUNDINGS` and rounds the elements; scales are rounded to nearest
     even, or as the rule of the recipe says. `seed` is that of stochastic rounding and of the signs
-    of a rotation. With `partial` the last block along an axis may hold fewer values; the result is
-    that of the tensor filled up with zeros. Without it, as in torchao, ValueError for an axis that
-    the block does not divide; also for an empty tensor and for one of another dtype.
+    of a rotation; `bits`, in the shape of `x`, are drawn already (`round_to`). Each entry of the
+    first `batch_axes` axes is a tensor of its own. With `partial` the last block along an axis may
+    hold fewer values; the result is that of the tensor filled up with zeros. Without it, as in
+    torchao, ValueError for an axis that the block does not divide; also for an empty tensor and for
+    one of another dtype.
     """
     recipe = recipe if isinstance(recipe, BlockRecipe) else recipe_named(recipe)
     x_RC = _columns_last(x, recipe, axis)
@@ -82,14 +87,16 @@ def quantize(
     if not partial:
         _check_divides(values_RC, rows, columns, recipe)
     peaks_ST = _by_block(values_RC.abs(), rows, columns, "amax")
+    whole = peaks_ST.amax(tuple(range(batch_axes, x.dim())), keepdim=True)
     if recipe.block == "tensor":
-        peaks_ST = peaks_ST.amax().reshape([1] * peaks_ST.dim())
-    tensor_scale = _tensor_scale(peaks_ST, recipe)
+        peaks_ST = whole
+    tensor_scale = _tensor_scale(whole if batch_axes else whole.squeeze(), recipe)
+    bits_RC = None if bits is None else bits.movedim(axis, -1)
 
     def attempt(largest: float) -> tuple[Tensor, Tensor]:
         scales_ST = _scales(peaks_ST, recipe, largest, tensor_scale)
         scaled_RC = _elements(values_RC, scales_ST, tensor_scale, recipe)
-        return scales_ST, round_to(scaled_RC, recipe.elements, rounding, seed=seed)
+        return scales_ST, round_to(scaled_RC, recipe.elements, rounding, seed=seed, bits=bits_RC)
 
     scales_ST, elements_RC = attempt(recipe.format.max_value)
     if recipe.four_over_six:
@@ -191,11 +198,11 @@ def _spread(x_ST: Tensor, shape: torch.Size, rows: int, columns: int) -> Tensor:
     return x_ST.repeat_interleave(rows, dim=-2)[..., : shape[-2], :] if rows > 1 else x_ST
 
 
-def _tensor_scale(peaks_ST: Tensor, recipe: BlockRecipe) -> Tensor | None:
-    """Return the scale of the whole tensor as a scalar, or None; 1 for a tensor of zeros."""
+def _tensor_scale(peaks: Tensor, recipe: BlockRecipe) -> Tensor | None:
+    """Return the scale of a whole tensor, given its amax, or None; 1 for a tensor of zeros."""
     if not recipe.largest_scale:
         return None
-    scale = peaks_ST.amax() / (recipe.largest_scale * recipe.format.max_value)
+    scale = peaks / (recipe.largest_scale * recipe.format.max_value)
     return _or_one(round_to(_finite_or_nan(scale), "fp32"))
 
 

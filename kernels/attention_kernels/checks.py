@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attention_kernels.block_recipes import OPERAND_RECIPES
 from attention_kernels.dropout import MAX_DROPOUT, MAX_SEED
 from attention_kernels.formats import format_named
 from attention_kernels.masks import Mask, MaskArguments, mask_fields
@@ -437,6 +438,13 @@ def check_mask_values(function: str, mask: Mask, query_len: int, key_len: int) -
 
 def check_packable(function: str, numerics: FlashNumerics) -> None:
     """Raise ValueError if the numerics ask for what packed sequences cannot have."""
+    require(
+        numerics.forward.operands not in OPERAND_RECIPES,
+        f"{function}: operands",
+        "a format with packed sequences, whose blocks would cross their ends",
+        repr(numerics.forward.operands),
+        "attend each sequence by itself",
+    )
     require(
         numerics.scaling.scaling == "none",
         f"{function}: scaling",

@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
+from attention_kernels.block_recipes import OPERAND_RECIPES
 from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named, input_format
 from attention_kernels.points import (
     POINTS,
@@ -206,6 +207,11 @@ class FlashNumerics(_Numerics):
             )
         for name in ("exponents", "summands"):
             self._check_infinity(name)
+        if self.forward.operands in OPERAND_RECIPES and self.scaling.scaling != "none":
+            raise ValueError(
+                f"FlashNumerics: scaling must be 'none' with operands {self.forward.operands!r}, "
+                f"which have scales of their own, got {self.scaling.scaling!r}"
+            )
         # the format is not known before `resolve`, which makes a new value and so comes here again
         if self.forward.probabilities == "input":
             return
@@ -266,9 +272,13 @@ class FlashNumerics(_Numerics):
         return numerics
 
     def format_at(self, point: str) -> str:
-        """Return the name of the format that the point of this name in `POINTS` rounds to."""
+        """Return the name of the format that the point of this name in `POINTS` rounds to.
+
+        Of operands in blocks it is that of their elements times their scales.
+        """
         field = POINTS[point].field
-        return getattr(self.forward if hasattr(self.forward, field) else self.backward, field)
+        name = getattr(self.forward if hasattr(self.forward, field) else self.backward, field)
+        return "bf16" if field == "operands" and name in OPERAND_RECIPES else name
 
     @functools.cached_property
     def targets(self) -> dict[str, Format | None]:
@@ -285,17 +295,23 @@ class FlashNumerics(_Numerics):
         return targets
 
     def _formats(self) -> Iterable[str]:
-        return (*asdict(self.forward).values(), *asdict(self.backward).values())
+        return [self.format_at(point) for point in POINTS]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether operands come with factors, one for each block of rows."""
+        return self.scaling.scaling != "none" or self.forward.operands in OPERAND_RECIPES
 
     def probability_scale(self) -> float:
         """Power of two that P is multiplied by before it is rounded; call on resolved numerics.
 
-        With scaled operands P, which is at most 1, is brought to the top of a format with at most
-        5 exponent bits (256 for e4m3, as FlashAttention-3 does); else it is left alone.
+        With operands that are scaled, or in blocks, P, which is at most 1, is brought to the top of
+        a format with at most 5 exponent bits (256 for e4m3, as FlashAttention-3 does); else it is
+        left alone.
         """
         # Formats of more exponent bits have room enough below 1, as FP32 has.
         format = format_named(self.forward.probabilities)
-        if self.scaling.scaling == "none" or format.exponent_bits > 5:
+        if not self.scaled or format.exponent_bits > 5:
             return 1.0
         # a power of two, so that scaling P and scaling back round nothing
         return 2.0 ** math.floor(math.log2(format.max_value))

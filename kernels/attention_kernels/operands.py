@@ -4,6 +4,7 @@ What FlashAttention-3 (arXiv 2407.08608, section 3.3) does to q, k and v before 
 incoherent processing multiplies q and k by the same orthogonal matrix M, signs times Hadamard, so
 that q k^T stays and outliers spread over the head_dim; scaling divides a head, or a block of its
 rows, by a factor that brings its largest magnitude onto the largest value of the format.
+Or an operand is in blocks with scales of their own, as `nvfp4` is (`block_scaling`).
 
 An operand is rounded here, before an engine runs, and the kernels read values that are on the grid
 already. Published FP8 kernels read FP8 tensors; here the values are held in the narrowest of BF16,
@@ -21,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attention_kernels.block_recipes import OPERAND_RECIPES, BlockRecipe
+from attention_kernels.block_scaling import dequantize, quantize
 from attention_kernels.formats import FORMATS, Format, format_named, input_format
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.points import POINTS
@@ -49,12 +52,13 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
     `x` is `(B, H, L, D)` as the caller gave it; `block` is the number of rows that share a factor
     when scaling is per block. ValueError where a factor is wanted for values that are not finite.
     """
-    target = format_named(numerics.forward.operands)
+    recipe = OPERAND_RECIPES.get(numerics.forward.operands)
+    target = format_named(numerics.format_at(name))
     rounding, scaling = numerics.arithmetic.rounding, numerics.scaling
     rotated = scaling.incoherent and name in ("q", "k")
     exact = target.changes_nothing(FORMATS[input_format(x.dtype)])
     # nothing to be done: the caller's own tensor, with no copy and no factors to multiply by
-    if exact and not rotated and scaling.scaling == "none":
+    if exact and not rotated and not numerics.scaled:
         return Operand(x, None)
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
     values = x.to(torch.promote_types(work, torch.float32))
@@ -62,6 +66,8 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
         # A product in the work format, which is no rounding point: its error stays with the values.
         seed = numerics.arithmetic.seed
         values = values @ rotation(x.shape[-1], seed, values.dtype, values.device)
+    if recipe is not None:
+        return _in_blocks(values, name, recipe, numerics, block)
     scales = None
     if scaling.scaling != "none":
         rows = block if scaling.scaling == "per_block" else x.shape[2]
@@ -82,6 +88,28 @@ def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
     return dx @ rotation(dx.shape[-1], numerics.arithmetic.seed, dx.dtype, dx.device).T
 
 
+def _in_blocks(
+    values: Tensor, name: str, recipe: BlockRecipe, numerics: FlashNumerics, block: int
+) -> Operand:
+    """Return elements times the scales of their blocks, and the scale of each head as its factor.
+
+    Each head of each batch is a tensor of its own, and blocks run along the axis over which the
+    forward's products add: the head_dim, and of v the keys. A product of element and scale has at
+    most 8 significant bits, so BF16 holds it, down to 2**-133.
+    """
+    rounding, seed = numerics.arithmetic.rounding, numerics.arithmetic.seed
+    bits = _bits(values, name, seed) if rounding == "stochastic" else None
+    axis = -2 if name == "v" else -1
+    _check_finite(values, name)
+    found = quantize(values, recipe, axis, rounding=rounding, bits=bits, partial=True, batch_axes=2)
+    heads_BH = values.new_ones(values.shape[:2])
+    if found.tensor_scale is not None:
+        heads_BH = found.tensor_scale.flatten(1)
+    factors_BHT = heads_BH[..., None].expand(*heads_BH.shape, math.ceil(values.shape[2] / block))
+    restored = dequantize(found._replace(tensor_scale=None))
+    return Operand(restored.to(DTYPES["bf16"]), factors_BHT.to(numerics.work_dtype()))
+
+
 def _scaled(
     values: Tensor, name: str, rows: int, target: Format, work: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -95,11 +123,7 @@ def _scaled(
     padded = torch.nn.functional.pad(values, (0, 0, 0, blocks * rows - length))
     # The rows that fill up the last block are zeros and raise no peak.
     peaks_BHT = padded.unflatten(2, (blocks, rows)).abs().amax(dim=(-1, -2))
-    if not peaks_BHT.isfinite().all():
-        raise ValueError(
-            f"flash_attention: {name} must be finite when its scaling is per tensor or per block, "
-            "got NaN or infinity; a factor cannot be taken from it"
-        )
+    _check_finite(peaks_BHT, name)
     # rounded before it divides, so that products are multiplied back by the very same factor
     scales_BHT = (peaks_BHT / largest).to(work)
     needs = (scales_BHT > 0) & (target.exponent_bits <= 5)
@@ -107,6 +131,14 @@ def _scaled(
     by_row = scales_BHT.repeat_interleave(rows, dim=2)[:, :, :length, None]
     # The quotient of the largest can round to just beyond the largest value.
     return (values / by_row).clamp_(-largest, largest), scales_BHT
+
+
+def _check_finite(x: Tensor, name: str) -> None:
+    if not x.isfinite().all():
+        raise ValueError(
+            f"flash_attention: {name} must be finite when its scaling is per tensor or per block, "
+            "got NaN or infinity; a factor cannot be taken from it"
+        )
 
 
 def _bits(values: Tensor, name: str, seed: int) -> Tensor:

@@ -26,6 +26,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from attention_kernels.block_recipes import OPERAND_RECIPES, check_no_recipe
 from attention_kernels.formats import FORMATS, format_named
 
 __all__ = [
@@ -47,12 +48,18 @@ UNROUNDED = "work"
 def check_formats(group: Any, *others: str) -> None:
     """Raise ValueError unless every field of `group` but `others` names a format or is "input".
 
-    A field that is UNROUNDED by default may be that as well.
+    A field that is UNROUNDED by default may be that as well, and the operands of flash attention
+    may be in blocks.
     """
     for point in fields(group):
         name = getattr(group, point.name)
         if point.name in others or name in ("input", point.default):
             continue
+        if isinstance(name, str):  # a list from YAML has no hash, and is refused below
+            in_blocks = isinstance(group, ForwardNumerics) and point.name == "operands"
+            check_no_recipe(f"{type(group).__name__}: {point.name}", name, operands=in_blocks)
+            if in_blocks and name in OPERAND_RECIPES:
+                continue
         try:
             format_named(name)
         # TypeError: a list from YAML can't be hashed by the cache of `format_named`
@@ -70,7 +77,8 @@ class ForwardNumerics:
     """Formats at the rounding points of the forward recurrence, in the order they occur."""
 
     operands: str = "input"
-    """q, k, v (and dO in the backward) as they enter the dot products."""
+    """q, k, v (and dO in the backward) as they enter the dot products: a format, or a block recipe
+    such as `nvfp4`, in blocks along the head_dim, and of v along the keys."""
     products: str = UNROUNDED
     """q k^T, before it is multiplied by scale."""
     scores: str = "fp32"

@@ -75,7 +75,7 @@ def test_numerics_are_frozen():
     [
         (lambda: FlashNumerics().with_(probability="fp32"), "no field 'probability'; nearest: p"),
         (lambda: FlashNumerics().with_(scores="fp23"), "scores must be a format, got 'fp23'; near"),
-        (lambda: FlashNumerics().with_(dp="int8"), "BackwardNumerics: dp must be a format"),
+        (lambda: FlashNumerics().with_(dp="int7"), "BackwardNumerics: dp must be a format"),
         (lambda: Tiling(block_q=48), r"one of \(16, 32, 64, 96, 128, 256\), got 48"),
         (lambda: FlashNumerics().with_(repeated_max_beta=0.5), "at least 1, got 0.5"),
         (lambda: FlashNumerics().with_(repeated_max_tolerance=-1), "at least 0, got -1"),

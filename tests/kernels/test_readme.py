@@ -2,11 +2,14 @@
 
 import ast
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from attention_kernels import BASELINE_PROFILES, PROFILES
+from attention_kernels.block_recipes import BLOCK_RECIPES
+from attention_kernels.formats import FORMATS
 from attention_kernels.points import FIELDS, POINTS, UNROUNDED
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -103,6 +106,39 @@ def test_each_profile_differs_from_fa2_in_what_the_table_says(row):
 
 def test_every_profile_is_in_the_table():
     assert [named(row[0])[0] for row in tables()["profile"]] == list(PROFILES)
+
+
+def test_every_format_is_in_the_table_with_its_largest_value_and_its_overflow():
+    rows = tables()["format"]
+    assert sorted(n for row in rows for n in named(row[0]) if n != "eXmY") == sorted(FORMATS)
+    for row in rows:
+        names = [name for name in named(row[0]) if name in FORMATS]
+        if row[1]:
+            largest = [float(Fraction(value)) for value in row[1].split(", ")]
+            assert largest == [FORMATS[name].max_value for name in names]
+        for format in map(FORMATS.get, names):
+            beyond = "infinity" if format.infinities else "NaN"
+            assert row[3] == ("saturates" if format.saturate else beyond), format.name
+
+
+def test_every_block_recipe_is_in_the_table_as_it_is():
+    listed = {}
+    for elements, block, scales, rule, source, names in (
+        (*row[1:6], named(row[0])) for row in tables()["recipe"]
+    ):
+        blocks = block.split(", ") if ", " in block else [block] * len(names)
+        parts = elements.split(", ") if ", " in elements else [elements] * len(names)
+        for name, element, size in zip(names, parts, blocks, strict=True):
+            listed[name] = element, size, scales, rule, source
+    assert list(listed) == list(BLOCK_RECIPES)
+    for name, recipe in BLOCK_RECIPES.items():
+        block = recipe.block if isinstance(recipe.block, str) else "x".join(map(str, recipe.block))
+        element, size, scales, rule, source = listed[name]
+        assert (element, size, scales) == (recipe.elements, block, recipe.scales)
+        rule_name, _, to = rule.partition(", to ")
+        assert rule_name == recipe.rule + " or 3/2 of it" * recipe.four_over_six
+        assert float(to or 0) == recipe.largest_scale
+        assert source == recipe.source
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def constants_of(
         splits=tiling.splits,
         key_outer=tiling.loop_order == "key_outer",
         reversed=tiling.key_order == "reversed",
-        scaled=numerics.scaling.scaling != "none",
+        scaled=numerics.scaled,
         scale=float(scale),
         softcap=float(mask.softcap),
         has_left=left is not None,
