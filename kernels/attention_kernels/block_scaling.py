@@ -8,9 +8,8 @@ format, in the dtype of x, which holds them all.
 It computes in FP32, and in FP64 for an FP64 tensor. Operations and their order are those of torchao
 0.18 (`to_mx`, `nvfp4_quantize`, `_choose_scale_float8`), so that results agree to the bit, with
 these exceptions, where the scale and the elements would not fit together there:
-- a block whose amax is not finite has the scale NaN, so all its values become NaN. The MX
-  specification asks for no more than that a NaN scale does so; torchao makes a large number of an
-  infinity under `floor`, `ceil` and `even`;
+- a block whose amax is not finite has the scale NaN, which in MX makes NaN of all its values;
+  torchao makes a large number of an infinity under `floor`, `ceil`, `rceil` and `even`;
 - a block of zeros has zeros, where torchao divides zero by a scale of zero;
 - with the least e8m0 scale, 2**-127, elements are multiplied back by that scale; torchao divides by
   2**-126, or, under `rceil`, by 1;
@@ -237,10 +236,8 @@ def _power_of_two(peaks_ST: Tensor, recipe: BlockRecipe) -> Tensor:
         rises = fraction > above if recipe.rule == "ceil" else fraction >= above
         exponent = exponent - 1 + rises.int() - format.max_exponent
     exponent = exponent.clamp(*_EXPONENTS[recipe.scales])
-    # frexp says nothing of the exponent of zero; every scale holds it, and FP32's is 1 as in `max`
-    exponent = exponent.where(
-        peaks_ST != 0, _EXPONENTS["e8m0"][0] if recipe.scales == "e8m0" else 0
-    )
+    # Zero has no exponent: its scale is the least one of e8m0, as in torchao, or 1, as under `max`.
+    exponent = exponent.where(fraction != 0, -127 if recipe.scales == "e8m0" else 0)
     # 2**exponent from the bits of FP64, which are exact where a power function need not be
     scales_ST = (exponent.long() + 1023 << 52).view(torch.float64).to(peaks_ST.dtype)
     return scales_ST.where(peaks_ST.isfinite(), torch.nan)

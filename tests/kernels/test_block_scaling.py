@@ -117,8 +117,8 @@ def test_a_scale_changes_where_its_rule_says(name, rule):
     points = torch.tensor([edge * 2.0**k for edge in edges for k in (-133, -100, -3, 0, 40, 110)])
     up = torch.nextafter(points, torch.tensor(torch.inf))
     down = torch.nextafter(points, torch.tensor(0.0))
-    x = torch.zeros(3 * len(points), 32)
-    x[:, 7] = -torch.cat([points, up, down])
+    x = torch.zeros(3 * len(points) + 1, 32)
+    x[:, 7] = -torch.cat([points, up, down, torch.tensor([2.0**-149])])
     name = name if rule == "floor" else f"{name}-{rule}"
     assert_quantized(quantize(x, name), *reference(x.numpy(), name))
 
@@ -199,6 +199,10 @@ def test_four_over_six_holds_quarters_that_six_cannot():
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).repeat(4)[None] * 2.0**4
     assert torch.equal(round_blocks(x, "nvfp4_4over6"), x)
     assert round_blocks(x, "nvfp4")[0, 2] != x[0, 2]
+    # a value alone is exact by either scale, and stays at 6
+    alone = torch.zeros(1, 16)
+    alone[0, 5] = -3.0
+    assert quantize(alone, "nvfp4_4over6").elements[0, 5] == -6
 
 
 @pytest.mark.parametrize("name", ["deepseek_128x128", "nvfp4_16x16"])
