@@ -254,6 +254,28 @@ def test_another_axis_is_the_last_one_of_the_transpose(name):
     assert torch.equal(dequantize(found), dequantize(moved).movedim(-1, 0))
 
 
+def test_random_bits_go_with_their_value_along_another_axis():
+    x, bits = (
+        draw(32, 20),
+        torch.randint(0, 2**32, (32, 20), generator=torch.Generator().manual_seed(0)),
+    )
+    found = quantize(x, "mxfp4", axis=0, rounding="stochastic", bits=bits)
+    turned = quantize(x.T, "mxfp4", rounding="stochastic", bits=bits.T)
+    assert torch.equal(found.elements, turned.elements.T)
+
+
+@pytest.mark.parametrize("rule", POWER_OF_TWO_RULES)
+def test_a_power_of_two_in_fp32_goes_below_those_of_e8m0(rule):
+    mx = replace(BLOCK_RECIPES["mxfp8"], rule=rule)
+    fp32 = replace(mx, scales="fp32")
+    x = draw(4, 64)
+    assert torch.equal(quantize(x, fp32).scales, quantize(x, mx).scales)
+    tiny = torch.zeros(2, 32)
+    tiny[0, 3] = 2.0**-130
+    assert quantize(tiny, fp32).scales.tolist() == [[2.0**-138], [1.0]]
+    assert quantize(tiny, mx).scales.tolist() == [[2.0**-127], [2.0**-127]]
+
+
 def test_rows_of_a_block_run_along_the_axis_before():
     x = draw(16, 32)
     found, turned = quantize(x, "nvfp4_16x16"), quantize(x.T, "nvfp4_16x16", axis=0)
