@@ -109,7 +109,7 @@ def _blocks_at_once(sequence: Sequence, numerics: FlashNumerics) -> int:
     Four take 0.63 times as long as one by one at length 4096. One, where blocks see other keys than
     their neighbours or have a factor of their own.
     """
-    alike = sequence.mask.offsets() == (None, None) and not numerics.scaled
+    alike = sequence.mask.offsets() == (None, None) and numerics.scaling.scaling == "none"
     return 4 if alike else 1
 
 
