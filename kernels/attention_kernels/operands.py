@@ -66,8 +66,6 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
         # A product in the work format, which is no rounding point: its error stays with the values.
         seed = numerics.arithmetic.seed
         values = values @ rotation(x.shape[-1], seed, values.dtype, values.device)
-    if recipe is not None:
-        return _in_blocks(values, name, recipe, numerics, block)
     scales = None
     if scaling.scaling != "none":
         rows = block if scaling.scaling == "per_block" else x.shape[2]
@@ -76,6 +74,8 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
             # the one factor again for each block, so that engines read both scalings alike
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
     bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
+    if recipe is not None:
+        return _in_blocks(values, name, recipe, numerics, block, bits)
     values = round_to(values, target, rounding, bits=bits)
     return Operand(values.to(DTYPES[target.container]), scales)
 
@@ -89,7 +89,12 @@ def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:
 
 
 def _in_blocks(
-    values: Tensor, name: str, recipe: BlockRecipe, numerics: FlashNumerics, block: int
+    values: Tensor,
+    name: str,
+    recipe: BlockRecipe,
+    numerics: FlashNumerics,
+    block: int,
+    bits: Tensor | None,
 ) -> Operand:
     """Return elements times the scales of their blocks, and the scale of each head as its factor.
 
@@ -97,8 +102,7 @@ def _in_blocks(
     forward's products add: the head_dim, and of v the keys. A product of element and scale has at
     most 8 significant bits, so BF16 holds it, down to 2**-133.
     """
-    rounding, seed = numerics.arithmetic.rounding, numerics.arithmetic.seed
-    bits = _bits(values, name, seed) if rounding == "stochastic" else None
+    rounding = numerics.arithmetic.rounding
     axis = -2 if name == "v" else -1
     _check_finite(values, name)
     found = quantize(values, recipe, axis, rounding=rounding, bits=bits, partial=True, batch_axes=2)

@@ -288,6 +288,15 @@ def test_a_format_object_needs_no_name():
     assert round_to(x.double(), ieee).tolist() == expected
 
 
+def test_a_format_of_fp16s_bits_and_another_bias_is_not_fp16():
+    shifted = Format(name="mine", exponent_bits=5, mantissa_bits=10, bias=14)
+    x = torch.tensor([65519.0, 100_000.0, 131_008.0, 131_072.0, 2.0**-24, 3 * 2.0**-24])
+    expected = [65504.0, 99_968.0, 131_008.0, torch.inf, 0.0, 2.0**-22]
+    for carrier in CARRIERS:
+        assert round_to(x.to(carrier), shifted).tolist() == expected
+        assert round_into(x.to(carrier), shifted, torch.float64).tolist() == expected
+
+
 def assert_rounds(values, expected, name, rounding="nearest_even"):
     """In both carriers; a zero's sign counts, a NaN's does not."""
     for carrier in CARRIERS:
