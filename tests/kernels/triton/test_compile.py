@@ -72,6 +72,7 @@ DIALS = {
     "fa1": (PROFILES["fa1"], torch.bfloat16, 64),
     "fa4": (PROFILES["fa4"].with_(block_q=64, block_k=64), torch.bfloat16, 64),
     "beta": (FA2.with_(repeated_max_beta=7.0), torch.bfloat16, 64),
+    "each_operation": (PROFILES["peer_2510_04212_stabilised"], torch.bfloat16, 64),
     "fused": (FA2.with_(fp_fusion=True), torch.bfloat16, 64),
     "latent": (fast_path(192), torch.bfloat16, (192, 128)),
 }
@@ -279,7 +280,10 @@ def test_dropout_spills_nothing(arch, tmp_path):
         pytest.param(90, "^(fp16|fp32|tf32)-", 27, marks=pytest.mark.long),
         pytest.param(90, "^(e4m3|all_bf16)-|^fp64-d64", 21, marks=pytest.mark.long),
         pytest.param(
-            90, "^(stochastic|splits|fa1|fa4|beta|fused|latent|every)", 26, marks=pytest.mark.long
+            90,
+            "^(stochastic|splits|fa[14]|beta|each|fused|latent|every)",
+            29,
+            marks=pytest.mark.long,
         ),
         pytest.param(100, "^(fp32|e4m3|all_bf16)-d64|^every", 13, marks=pytest.mark.long),
         pytest.param(80, "^trained", 14, marks=pytest.mark.long),

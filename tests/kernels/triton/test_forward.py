@@ -114,6 +114,23 @@ def test_each_forward_point_moves_the_output(point):
     assert (lowered - run(q, k, v, engine=twin_forward, **{point: "bf16"})[0]).norm() < 1e-12
 
 
+def test_near_ties_and_hidden_blocks_move_the_maximum_as_in_the_twin():
+    q, k, v = draw(Shape(1, 1, 1, 33, 50, 16), torch.bfloat16)
+    q, k = q.abs(), -k.abs()  # scores below 0, where either moves a maximum to 0
+    tiles = {"block_q": 16, "block_k": 16}
+
+    def agreement(found, **dials):
+        options = {"profile": "peer_2510_04212_stabilised", "causal": True}
+        expected, _ = run(q, k, v, **options, engine=twin_forward, **(tiles | near | dials))
+        return (found == expected).double().mean()
+
+    near = {"repeated_max_tolerance": 0.1}
+    found, _ = run(q, k, v, "peer_2510_04212_stabilised", True, **tiles, **near)
+    assert agreement(found) >= 0.97
+    assert agreement(found, repeated_max_tolerance=0.0) < 0.9
+    assert agreement(found, repeated_max_rule="bounded") < 0.9
+
+
 def test_the_lse_point_moves_the_lse_alone():
     q, k, v = draw(Shape(1, 2, 1, 65, 130, 40))
     (out, lse), (lowered_out, lowered_lse) = run(q, k, v), run(q, k, v, lse="bf16")
