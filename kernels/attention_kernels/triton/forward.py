@@ -26,6 +26,8 @@ from attention_kernels.triton.rounding import contain, divide, dot, exponential,
 from attention_kernels.triton.spans import hidden_span, key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
     at_head,
+    at_part,
+    at_part_row,
     bounds,
     drop,
     finite_or_zero,
@@ -202,7 +204,7 @@ def forward_kernel(
     sequences share, `max_query_len` is the longest sequence's.
     """
     o_start, o_head, o_outer = place(max_query_len, heads, N.block_q)
-    o_batch, o_split = o_outer % batches, o_outer // batches
+    o_batch, o_split = o_outer // N.splits, o_outer % N.splits
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
     n = o_batch * heads + o_head
@@ -258,9 +260,9 @@ def forward_kernel(
             b_acc = rounded(b_acc, "output", N, 0, n, o_q[:, None], o_dim[None, :])
         b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
     o_outer = o_split if N.packed else o_split * batches + o_batch
-    p_out = p_out + o_outer * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
+    p_out = at_part(p_out, out_strides, o_outer, o_head, q_first)
     store_rows(p_out, out_strides, o_q, query_len, b_acc, N, True)
-    p_lse = p_lse + (o_outer * heads + o_head) * query_rows + q_first
+    p_lse = at_part_row(p_lse, o_outer, o_head, heads, query_rows, q_first)
     tl.store(p_lse + o_q, b_lse, mask=o_q < query_len)
 
 
@@ -287,22 +289,21 @@ def merge_kernel(
     m_q = o_q < query_len
     inner = 0 if N.packed else o_batch
     outer = 1 if N.packed else batches
-    p_row = p_part_lse + (inner * heads + o_head) * query_rows + q_first
-    p_part = p_parts + inner * part_strides[0] + o_head * part_strides[1]
-    p_part = p_part + q_first * part_strides[2]
     b_max = tl.full((N.block_q,), float("-inf"), N.work)
     for split in range(0, N.splits):
-        p_split = p_row + split * outer * heads * query_rows + o_q
+        o_part = split * outer + inner
+        p_split = at_part_row(p_part_lse, o_part, o_head, heads, query_rows, q_first) + o_q
         b_max = tl.maximum(b_max, tl.load(p_split, mask=m_q, other=float("-inf")))
     b_shift = finite_or_zero(b_max)
     b_acc = tl.full((N.block_q, N.block_v), 0.0, N.work)
     b_total = tl.full((N.block_q,), 0.0, N.work)
     for split in range(0, N.splits):
-        p_split = p_row + split * outer * heads * query_rows + o_q
+        o_part = split * outer + inner
+        p_split = at_part_row(p_part_lse, o_part, o_head, heads, query_rows, q_first) + o_q
         b_lse = tl.load(p_split, mask=m_q, other=float("-inf"))
         b_weight = rounded(b_lse - b_shift, "split_exponent", N, split, n, o_q, 0)
         b_weight = rounded(exponential(b_weight, N.exp), "split_weights", N, split, n, o_q, 0)
-        p_block = p_part + split * outer * part_strides[0]
+        p_block = at_part(p_parts, part_strides, o_part, o_head, q_first)
         b_part = load_rows(p_block, part_strides, o_q, query_len, N, True, True)
         b_total += b_weight
         b_part = b_weight[:, None] * b_part
@@ -310,9 +311,9 @@ def merge_kernel(
     b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
     b_out = scale_kept(divide(b_acc, one_for_zero(b_total)[:, None]), N)
     b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
-    p_out = p_out + inner * out_strides[0] + o_head * out_strides[1] + q_first * out_strides[2]
+    p_out = at_part(p_out, out_strides, inner, o_head, q_first)
     store_rows(p_out, out_strides, o_q, query_len, b_out, N, True)
     b_log = rounded(tl.log(b_total), "split_log", N, 0, n, o_q, 0)
     b_lse = rounded(b_shift + b_log, "lse", N, 0, n, o_q, 0)
-    p_lse = p_lse + (inner * heads + o_head) * query_rows + q_first
+    p_lse = at_part_row(p_lse, inner, o_head, heads, query_rows, q_first)
     tl.store(p_lse + o_q, b_lse, mask=m_q)

@@ -117,7 +117,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def widen_index(o_index):
     """Return an index as int64, because row times stride exceeds 2**31 on long sequences."""
-    return o_index.to(tl.int64)
+    return tl.cast(o_index, tl.int64)
 
 
 @triton.jit

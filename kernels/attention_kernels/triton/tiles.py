@@ -112,6 +112,19 @@ def at_row(p_rows, o_batch, o_head, heads, rows, o_first, N: tl.constexpr):
     return p_rows
 
 
+@triton.jit
+def at_part(p_tensor, strides, o_part, o_head, o_first):
+    """Return the pointer to row `o_first` of one head of one part: a sequence, a split of one."""
+    p_part = p_tensor + widen_index(o_part) * strides[0] + widen_index(o_head) * strides[1]
+    return p_part + widen_index(o_first) * strides[2]
+
+
+@triton.jit
+def at_part_row(p_rows, o_part, o_head, heads, rows, o_first):
+    """Return the pointer to row `o_first` in a contiguous (parts, heads, rows)."""
+    return p_rows + (widen_index(o_part) * heads + o_head) * rows + o_first
+
+
 @triton.constexpr_function
 def width(N, OF_V):
     """Return head_dim and its block: those of v, dout and out with OF_V, else those of q and k."""
@@ -129,7 +142,11 @@ def load_rows(
     HEAD_DIM: tl.constexpr = width(N, OF_V)[0]
     BLOCK: tl.constexpr = width(N, OF_V)[1]
     o_dim = tl.arange(0, BLOCK)
-    p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
+    p_rows = (
+        p_head
+        + widen_index(o_rows)[:, None] * strides[2]
+        + widen_index(o_dim)[None, :] * strides[3]
+    )
     if TAIL:
         m_rows = (o_rows[:, None] < rows) & (o_dim[None, :] < HEAD_DIM)
         b_rows = tl.load(p_rows, mask=m_rows, other=0.0)
@@ -146,7 +163,11 @@ def store_rows(p_head, strides, o_rows, rows, b_rows, N: tl.constexpr, OF_V: tl.
     HEAD_DIM: tl.constexpr = width(N, OF_V)[0]
     BLOCK: tl.constexpr = width(N, OF_V)[1]
     o_dim = tl.arange(0, BLOCK)
-    p_rows = p_head + widen_index(o_rows)[:, None] * strides[2] + o_dim[None, :] * strides[3]
+    p_rows = (
+        p_head
+        + widen_index(o_rows)[:, None] * strides[2]
+        + widen_index(o_dim)[None, :] * strides[3]
+    )
     tl.store(p_rows, b_rows, mask=(o_rows[:, None] < rows) & (o_dim[None, :] < HEAD_DIM))
 
 
@@ -212,7 +233,7 @@ def _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N:
 @triton.jit
 def _alibi(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.constexpr):
     b_distance = to_work(tl.abs(o_k - (o_q + key_len - query_len)), N.work)
-    slope = tl.load(masks.slopes + o_batch * masks.slopes_batch + o_head)
+    slope = tl.load(masks.slopes + widen_index(o_batch) * masks.slopes_batch + o_head)
     return b_distance * -to_work(slope, N.work)
 
 
