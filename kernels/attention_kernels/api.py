@@ -6,6 +6,7 @@ and makes them differentiable, `golden` and `baseline` define what is right.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, Unpack, overload
 
 import torch
@@ -18,6 +19,7 @@ from attention_kernels.checks import (
     check_mask,
     check_numerics,
     check_packable,
+    check_rounding,
     check_tensors,
     check_transforms,
     require,
@@ -98,6 +100,8 @@ def flash_attention(
     *,
     numerics: FlashNumerics = ...,
     engine: Engine = ...,
+    rounding_key: tuple[int, int, int, int] | None = ...,
+    rounding_place: tuple[int, int, int] | None = ...,
     return_lse: Literal[False] = ...,
     **mask: Unpack[MaskArguments],
 ) -> Tensor: ...
@@ -111,6 +115,8 @@ def flash_attention(
     *,
     numerics: FlashNumerics = ...,
     engine: Engine = ...,
+    rounding_key: tuple[int, int, int, int] | None = ...,
+    rounding_place: tuple[int, int, int] | None = ...,
     return_lse: Literal[True],
     **mask: Unpack[MaskArguments],
 ) -> AttentionOutput: ...
@@ -123,6 +129,8 @@ def flash_attention(
     *,
     numerics: FlashNumerics = PROFILES["fa2"],
     engine: Engine = "auto",
+    rounding_key: tuple[int, int, int, int] | None = None,
+    rounding_place: tuple[int, int, int] | None = None,
     return_lse: bool = False,
     **mask: Unpack[MaskArguments],
 ) -> Tensor | AttentionOutput:
@@ -140,7 +148,15 @@ def flash_attention(
     that attends nothing gives 0, zero gradients, and for lse the sink, or -inf without one. The
     sinks get a gradient too. Under torch.vmap each slice is a call of its own, so all drop alike.
     `numerics` says all that decides the bits; the caller's autocast and matmul precision do not.
-    `engine` is resolved by `resolve_engine`. ValueError for anything that doesn't fit.
+    `engine` is resolved by `resolve_engine`.
+
+    `rounding_key`, (seed, step, layer, call), is what numerics that round stochastically draw by,
+    beside their own seed and the place of each value: pass another one at each step, layer and call
+    of a training, and the same where a call is made again. Without a key every call of the same
+    numerics draws the same bits, whose error no mean over steps takes away. `rounding_place`,
+    (first_batch, first_head, heads), says where q lies in the batch and the heads of a call that
+    several ranks share, and how many query heads that has; their values then draw what they draw
+    on one rank (`rounding_key`). ValueError for anything that doesn't fit.
     """
     where = "flash_attention"
     check_tensors(where, q, k, v)
@@ -151,7 +167,8 @@ def flash_attention(
     if packed:
         check_packable(where, numerics)
     plan = plan_to_text(resolve_engine(engine, q.device), numerics.text, q.dtype)
-    call = _call(where, q, mask, plan)
+    rounding = check_rounding(where, rounding_key, rounding_place)
+    call = _call(where, q, mask, plan, rounding)
     out, lse, _ = flash_forward(*_operands(q, k, v), *call.for_operator())
     if packed:
         out, lse = _unpacked(out), lse.squeeze(0)
@@ -312,8 +329,11 @@ def _unpacked(out: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def _call(function: str, q: Tensor, arguments: MaskArguments, plan: str) -> Call:
+def _call(
+    function: str, q: Tensor, arguments: MaskArguments, plan: str, rounding: Sequence[int] = ()
+) -> Call:
     """Return what an operator takes beside q, k and v, given arguments that are checked."""
     fields = mask_fields(arguments, q.shape[0], q.shape[1], function)
     left, right = fields.pop("window")
-    return Call(**fields, left=left, right=right, scale=scale_of(q, arguments), plan=plan)
+    fields |= {"left": left, "right": right, "rounding": rounding}
+    return Call(**fields, scale=scale_of(q, arguments), plan=plan)

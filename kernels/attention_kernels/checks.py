@@ -22,6 +22,7 @@ from attention_kernels.formats import format_named
 from attention_kernels.masks import Mask, MaskArguments, mask_fields
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.rounding import INPUT_DTYPES
+from attention_kernels.rounding_key import RoundingPlace
 
 __all__ = [
     "ENGINES",
@@ -36,6 +37,7 @@ __all__ = [
     "check_mask_values",
     "check_numerics",
     "check_packable",
+    "check_rounding",
     "check_tensors",
     "check_transforms",
     "read_mask",
@@ -260,6 +262,32 @@ def check_dropout(function: str, mask: Mapping[str, Any]) -> None:
         rule = f"given where dropout_p is not 0 but {p!r}"
         advice = "pass another integer at each step and layer, or one with dropout_offset"
         require(False, f"{function}: dropout_seed", rule, "None", advice)
+
+
+def check_rounding(function: str, key: Any, place: Any) -> list[int]:
+    """Return a rounding key and place one after the other; empty without a key.
+
+    ValueError unless `key` is four integers from 0 to 2**63 - 1, and `place` at most three from 0
+    to 2**31 - 1 with a key.
+    """
+    if key is None:
+        advice = "pass rounding_key=(seed, step, layer, call), or leave both out"
+        require(place is None, f"{function}: rounding_place", "None without a key", place, advice)
+        return []
+    words = [*key, *RoundingPlace(*place or ())] if _are_words(key, place or ()) else []
+    if not (words and max(words[:4]) <= MAX_SEED and max(words[4:]) < 2**31):
+        rule = "(seed, step, layer, call), integers from 0 to 2**63 - 1"
+        advice = "rounding_place is (first_batch, first_head, heads), integers below 2**31"
+        require(False, f"{function}: rounding_key", rule, f"{key!r} with place {place!r}", advice)
+    return words
+
+
+def _are_words(key: Any, place: Any) -> bool:
+    """Whether the two are sequences of whole numbers, four and at most three."""
+    if not (isinstance(key, tuple | list) and isinstance(place, tuple | list)):
+        return False
+    sizes = len(key) == 4 and len(place) <= 3
+    return sizes and all(isinstance(x, int) and x >= 0 for x in (*key, *place))
 
 
 def _is_number(x: Any) -> bool:

@@ -27,9 +27,10 @@ from attention_kernels.block_scaling import dequantize, quantize
 from attention_kernels.formats import FORMATS, Format, format_named, input_format
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.points import POINTS
-from attention_kernels.random_bits import bits_at
+from attention_kernels.random_bits import bits_after
 from attention_kernels.rotation import rotation
 from attention_kernels.rounding import DTYPES, round_to
+from attention_kernels.rounding_key import Draws, draws_of
 
 __all__ = ["Operand", "prepare", "rotate_back"]
 
@@ -46,11 +47,20 @@ class Operand(NamedTuple):
     scales: Tensor | None
 
 
-def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operand:
+def prepare(
+    x: Tensor,
+    name: str,
+    numerics: FlashNumerics,
+    block: int,
+    draws: Draws | None = None,
+    group: int = 1,
+) -> Operand:
     """Return the operand called `name` ("q", "k", "v" or "dout") of resolved numerics.
 
     `x` is `(B, H, L, D)` as the caller gave it; `block` is the number of rows that share a factor
-    when scaling is per block. ValueError where a factor is wanted for values that are not finite.
+    when scaling is per block. `draws` is what stochastic rounding draws by, `group` the number of
+    query heads to a head of `x`. ValueError where a factor is wanted for values that are not
+    finite.
     """
     recipe = OPERAND_RECIPES.get(numerics.forward.operands)
     target = format_named(numerics.format_at(name))
@@ -73,7 +83,9 @@ def prepare(x: Tensor, name: str, numerics: FlashNumerics, block: int) -> Operan
         if scaling.scaling == "per_tensor":
             # the one factor again for each block, so that engines read both scalings alike
             scales = scales.expand(*scales.shape[:2], math.ceil(x.shape[2] / block))
-    bits = _bits(values, name, numerics.arithmetic.seed) if rounding == "stochastic" else None
+    bits = None
+    if rounding == "stochastic":
+        bits = _bits(values, name, draws or draws_of(numerics.arithmetic.seed), group)
     if recipe is not None:
         return _in_blocks(values, name, recipe, numerics, block, bits)
     values = round_to(values, target, rounding, bits=bits)
@@ -145,9 +157,9 @@ def _check_finite(x: Tensor, name: str) -> None:
         )
 
 
-def _bits(values: Tensor, name: str, seed: int) -> Tensor:
-    batch, heads, rows, columns = (
-        torch.arange(size, device=values.device) for size in values.shape
-    )
-    head = batch[:, None] * len(heads) + heads
-    return bits_at(seed, POINTS[name].stream, head[:, :, None, None], rows[:, None], columns)
+def _bits(values: Tensor, name: str, draws: Draws, group: int) -> Tensor:
+    batches, heads, *sizes = values.shape
+    rows, columns = (torch.arange(size, device=values.device) for size in sizes)
+    head = draws.heads(0, batches, heads, group, values.device)
+    place = head[:, :, None, None], rows[:, None], columns
+    return bits_after(draws.word, POINTS[name].stream, *place)

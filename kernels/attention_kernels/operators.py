@@ -16,7 +16,7 @@ arithmetic is in `twin`, `triton`, `golden` and `baseline`, the checks of argume
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -31,6 +31,7 @@ from attention_kernels.mask_mod import MaskMod, held
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import BaselineNumerics, FlashNumerics
 from attention_kernels.rounding import round_into
+from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.twin import backward as twin_backward
 from attention_kernels.twin import forward as twin_forward
 
@@ -68,13 +69,15 @@ class Call(NamedTuple):
     dropout_p: float
     dropout_seed: int
     dropout_offset: int
+    rounding: Sequence[int]
+    """A `RoundingKey` and a `RoundingPlace`, one after the other; empty without a key."""
     scale: float
     plan: str
 
     def mask(self) -> Mask:
         """Return the mask of the call."""
         fields = self._asdict()
-        del fields["scale"], fields["plan"]
+        del fields["rounding"], fields["scale"], fields["plan"]
         if isinstance(self.mask_mod, int):
             fields["mask_mod"] = held(self.mask_mod)
         return Mask(window=(fields.pop("left"), fields.pop("right")), **fields)
@@ -92,7 +95,7 @@ _CALL = (
     "Tensor? key_padding, Tensor? visible, Tensor? bias, Tensor? alibi_slopes, "
     "Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? mask_mod, bool causal, "
     "SymInt? left, SymInt? right, float softcap, float dropout_p, SymInt dropout_seed, "
-    "SymInt dropout_offset, float scale, str plan"
+    "SymInt dropout_offset, SymInt[] rounding, float scale, str plan"
 )
 """The fields of `Call`, as a schema of torch."""
 _GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dbias)"
@@ -126,7 +129,7 @@ def plan_to_text(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
     return _resolved(engine, numerics, dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _resolved(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
     if numerics is None:
         return json.dumps({"engine": engine, "numerics": None})
@@ -134,7 +137,7 @@ def _resolved(engine: str, numerics: str | None, dtype: torch.dtype) -> str:
     return json.dumps({"engine": engine, "numerics": read.to_dict()})
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def plan_from_text(text: str) -> Plan:
     """Return the plan that `plan_to_text` wrote."""
     fields = json.loads(text)
@@ -164,8 +167,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     mask = call.mask()
     check_mask_values("flash_attention", mask, q.shape[2], k.shape[2])
     run, _ = _engine(engine)
+    options = {"scale": call.scale, "numerics": numerics, "draws": _draws(call, numerics)}
     with ieee_arithmetic(q.device):
-        out, lse = run(q, k, v, mask=mask, scale=call.scale, numerics=numerics)
+        out, lse = run(q, k, v, mask=mask, **options)
     returned = round_into(out, input_format(q.dtype), q.dtype)
     # The schema fixes the number of results, and none of them may alias another: an empty tensor
     # stands for a wider out that there is not.
@@ -209,13 +213,20 @@ def flash_backward(
     engine, numerics = plan_from_text(call.plan)
     assert isinstance(numerics, FlashNumerics)
     _, run = _engine(engine)
-    options = {"mask": call.mask(), "scale": call.scale, "numerics": numerics}
+    options = {"scale": call.scale, "numerics": numerics, "draws": _draws(call, numerics)}
     with ieee_arithmetic(q.device):
         *gradients, dsinks, dbias = run(
-            dout, q, k, v, out.to(lse.dtype), lse, **options, bias_trained=bias_trained
+            *(dout, q, k, v, out.to(lse.dtype), lse),
+            mask=call.mask(),
+            bias_trained=bias_trained,
+            **options,
         )
     dq, dk, dv = (round_into(x, input_format(q.dtype), q.dtype) for x in gradients)
     return dq, dk, dv, _like(call.sinks, dsinks, q), _like(call.bias, dbias, q)
+
+
+def _draws(call: Call, numerics: FlashNumerics) -> Draws:
+    return draws_of(numerics.arithmetic.seed, call.rounding)
 
 
 def _like(x: Tensor | None, gradient: Tensor | None, q: Tensor) -> Tensor:

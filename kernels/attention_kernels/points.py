@@ -33,6 +33,7 @@ __all__ = [
     "DROPOUT_STREAM",
     "FIELDS",
     "POINTS",
+    "ROUNDING_STREAM",
     "SIGNS_STREAM",
     "UNROUNDED",
     "BackwardNumerics",
@@ -145,6 +146,9 @@ SIGNS_STREAM = 5
 
 DROPOUT_STREAM = 40
 """Stream of dropout, which is no rounding either."""
+
+ROUNDING_STREAM = 59
+"""Stream of the words of calls that have a rounding key (`rounding_key`)."""
 
 POINTS = {
     "q": Point("operands", 1),

@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention_kernels import MaskArguments
-from stability.probe.attention_registry import ResolvedAttention
+from stability.probe.attention_registry import ROUNDING, ResolvedAttention
 from stability.probe.captured_call import (
     AttentionCall,
     BoundAttention,
@@ -91,12 +90,17 @@ class Replacement:
             return self.candidate
         pair = (self.candidate, own) if self.direction == "forward" else (own, self.candidate)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
-            return _Split.apply(q, k, v, *(partial(one, **mask) for one in pair))
+        def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            given = {name: options.pop(name) for name in ROUNDING if name in options}
+            drawing = (one.drawing_by(given) for one in pair)
+            return _Split.apply(q, k, v, *(partial(one, **options) for one in drawing))
 
         description = {**self.candidate.description, **self.to_dict(), "elsewhere": own.description}
         name = f"{self.candidate.name} {self.direction}"
-        return ResolvedAttention(name=name, function=attend, description=description)
+        draws = any(one.takes_rounding_key for one in pair)
+        return ResolvedAttention(
+            name=name, function=attend, description=description, takes_rounding_key=draws
+        )
 
 
 @dataclass(frozen=True, slots=True)

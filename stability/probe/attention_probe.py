@@ -76,8 +76,9 @@ def _bind(
     attention: ResolvedAttention, call: AttentionCall, primary: BoundAttention
 ) -> BoundAttention:
     def bound(q: Tensor, k: Tensor, v: Tensor, **trained: Tensor) -> tuple[Tensor, Tensor | None]:
-        return attention.with_lse(q, k, v, **call.mask_with(**trained))
+        return drawing.with_lse(q, k, v, **call.mask_with(**trained))
 
+    drawing = attention.drawing_by(call.rounding)
     return bound
 
 
@@ -96,14 +97,18 @@ class DualAttention:
     layer: str
     primary: ResolvedAttention
     probe: "AttentionProbe"
+    rounding: Callable[[Tensor], Mapping[str, Any]] = lambda q: {}
+    """What a call with this q draws by where it rounds stochastically, as its shadows do."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
         """Return the primary's result, untouched."""
+        rounding = self.rounding(q)
+        primary = self.primary.drawing_by(rounding)
         if not self.probe.is_armed:
             # and not `with_lse`: a step that is not looked at runs what a run without a probe runs
-            return self.primary.function(q, k, v, **mask)
-        call = AttentionCall(layer=self.layer, q=q, k=k, v=v, mask=mask)
-        return self.probe.attend(call, partial(self.primary.with_lse, **mask))
+            return primary.function(q, k, v, **mask)
+        call = AttentionCall(layer=self.layer, q=q, k=k, v=v, mask=mask, rounding=rounding)
+        return self.probe.attend(call, partial(primary.with_lse, **mask))
 
 
 class AttentionProbe:

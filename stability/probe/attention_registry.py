@@ -12,7 +12,7 @@ arithmetic and the faults (`attention_kernels`) and checking what a user's funct
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Unpack
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from attention_kernels import (
     AttentionOutput,
+    FlashNumerics,
     Format,
     MaskArguments,
     attention,
@@ -42,6 +43,7 @@ from stability.config.schema import AttentionConfig
 from stability.config.user_functions import import_function, source_hash
 
 __all__ = [
+    "ROUNDING",
     "ResolvedAttention",
     "attention_from_text",
     "attention_function",
@@ -56,6 +58,10 @@ __all__ = [
 ]
 
 
+ROUNDING = ("rounding_key", "rounding_place")
+"""What an attention that rounds stochastically takes beside a mask."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedAttention:
     """An attention function with its name, e.g. `flash:fa2`, and its description for a manifest."""
@@ -67,10 +73,19 @@ class ResolvedAttention:
     """Whether `function` takes `return_lse=True`."""
     takes_mask_mod: bool = False
     """Whether `function` evaluates a `mask_mod` itself; else it gets a tensor in its place."""
+    takes_rounding_key: bool = False
+    """Whether `function` rounds by the `rounding_key` and `rounding_place` of a call."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]) -> Tensor:
         """Attend as `AttentionFn` says, with the masks of `MaskArguments`."""
         return self.function(q, k, v, **self._mask_it_takes(q, k, mask))
+
+    def drawing_by(self, rounding: Mapping[str, Any]) -> "ResolvedAttention":
+        """Return this attention with a call's `rounding_key` and `rounding_place`, if it draws."""
+        if not (self.takes_rounding_key and rounding):
+            return self
+        function = partial(self.function, **rounding)
+        return replace(self, function=function, takes_rounding_key=False)
 
     def with_lse(
         self, q: Tensor, k: Tensor, v: Tensor, **mask: Unpack[MaskArguments]
@@ -122,6 +137,7 @@ def _with_numerics(
             f"got {profile!r}; nearest: {nearest(profile, profiles)}"
         )
     numerics = profiles[profile].with_(**config.numerics)
+    draws = isinstance(numerics, FlashNumerics) and numerics.arithmetic.rounding == "stochastic"
     return ResolvedAttention(
         name=f"{config.implementation}:{profile}",
         function=partial(function, numerics=numerics),
@@ -133,6 +149,7 @@ def _with_numerics(
         },
         gives_lse=True,
         takes_mask_mod=True,
+        takes_rounding_key=draws,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import local
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,8 @@ class AttentionCall:
     `trained` holds what of the mask has a gradient that can be compared, as the model gave it:
     "bias", a floating one that is added to the scores, and "sinks". A primary takes others in their
     place by these names. `mask` has them too, the bias as part of `attn_mask`; `hides` is what that
-    holds beside it, None if nothing.
+    holds beside it, None if nothing. `rounding` is what an attention that rounds stochastically
+    draws by (`rounding_keys`).
     """
 
     layer: str
@@ -66,6 +68,7 @@ class AttentionCall:
     trained: Mapping[str, Tensor] = field(default_factory=dict)
     hides: Tensor | None = None
     lowered_to: torch.dtype | None = None
+    rounding: Mapping[str, Any] = field(default_factory=dict)
 
     def mask_with(self, **trained: Tensor) -> MaskArguments:
         """Return the mask with other tensors in the place of those of `trained` that are given.

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from stability.callbacks.gradient_callback import GradientProbe
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
+from stability.callbacks.rounding_steps import RoundingSteps
 from stability.config.convert import nearest
 from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
 from stability.config.parallel import ParallelConfig
@@ -49,6 +51,7 @@ from stability.probe.attention_registry import (
 )
 from stability.probe.double_precision import computing_in_double
 from stability.probe.measurements import query_weight
+from stability.probe.rounding_keys import RoundingKeys, keyed
 from stability.probe.schedule import Schedule
 from stability.records.run_files import RunFiles
 from stability.records.snapshots import hash_state
@@ -186,7 +189,8 @@ def assemble(config: ArmConfig) -> Parts:
     modules: dict[str, nn.Module] = {}
     probe = _probe(config, device, modules) if config.probe.is_on else None
     precision = parse_precision(config.precision)
-    attention = _attention_by_layer(config, device, primary, probe)
+    keys = RoundingKeys(seed=config.seed.base)
+    attention = _attention_by_layer(config, device, primary, probe, keys)
     attention = [attention_in_default(each, precision, device) for each in attention]
     if config.train.compile:
         # the attention stays outside of the graph, so its bits are the same compiled or not
@@ -200,7 +204,10 @@ def assemble(config: ArmConfig) -> Parts:
             model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
     with_module_precision(model, precision, device)
-    callbacks = _instruments(config, device, model, probe, modules)
+    callbacks = [
+        RoundingSteps(keys, config.parallel.tensor),
+        *_instruments(config, device, model, probe, modules, keys),
+    ]
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
         model.forward = _compiled(model.forward, config.train)
@@ -221,6 +228,7 @@ def _instruments(
     model: nn.Module,
     probe: AttentionProbe | None,
     modules: dict[str, nn.Module],
+    keys: RoundingKeys,
 ) -> list[Callback]:
     """Return the callbacks that look at a run; `modules` get those that the probe looks inside."""
     callbacks: list[Callback] = []
@@ -229,7 +237,7 @@ def _instruments(
         callbacks.append(_probing(config, probe, model))
     if config.watch.every:
         callbacks.append(InstabilityWatch(config.watch.every))
-    gradients = gradients_of_arm(config, device) if config.probe.gradient_every else None
+    gradients = gradients_of_arm(config, device, keys) if config.probe.gradient_every else None
     if gradients is not None:
         callbacks.append(
             GradientProbe(
@@ -361,6 +369,7 @@ def _attention_by_layer(
     device: torch.device,
     primary: ResolvedAttention,
     probe: AttentionProbe | None,
+    keys: RoundingKeys,
 ) -> list[Any]:
     """Return each layer's attention; layers that the arm does not change have the baseline's.
 
@@ -377,12 +386,13 @@ def _attention_by_layer(
             f"{', '.join(changed.layers)}"
         )
     if probe is None:
-        return [parts.get(name, own).function for name in names]
+        attentions = (parts.get(name, own) for name in names)
+        return [keyed(each, i, keys).function for i, each in enumerate(attentions)]
     return [
-        DualAttention(layer=name, primary=parts[name], probe=probe)
+        DualAttention(layer=name, primary=parts[name], probe=probe, rounding=partial(keys.at, i))
         if name in parts
-        else own.function
-        for name in names
+        else keyed(own, i, keys).function
+        for i, name in enumerate(names)
     ]
 
 

@@ -23,7 +23,7 @@ from stability.model.decoder import attentions_of, build_decoder
 from stability.model.lightning_module import next_token_loss
 from stability.model.module_precision import attention_in_default, in_module_precision
 from stability.model.precision import EmulatedLinear, operand_dtype
-from stability.probe.attention_registry import resolve_attention
+from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.double_precision import computing_in_double
 from stability.probe.gradient_evidence import (
     Attention,
@@ -33,6 +33,7 @@ from stability.probe.gradient_evidence import (
     surrounding_dtype,
 )
 from stability.probe.isolation import isolated
+from stability.probe.rounding_keys import RoundingKeys, keyed
 
 __all__ = ["ModelGradients", "attention_rounding", "attentions_of_arm", "gradients_of_arm"]
 
@@ -134,17 +135,22 @@ class ModelGradients:
         return attentions
 
 
-def gradients_of_arm(config: ArmConfig, device: torch.device) -> ModelGradients | None:
+def gradients_of_arm(
+    config: ArmConfig, device: torch.device, keys: RoundingKeys | None = None
+) -> ModelGradients | None:
     """Return the gradients of an arm that changes the attention, None of any other.
 
     The candidate is the arm's own attention and the baseline its first shadow, which in such an arm
     is the study's. None as well at 64-true, where the golden is no finer than what it would judge.
-    ValueError as `resolve_attention`.
+    Attentions that round stochastically draw by `keys`, as the run's own do, and without them the
+    same at each call. ValueError as `resolve_attention`.
     """
-    return None if config.precision == "64-true" else attentions_of_arm(config, device)
+    return None if config.precision == "64-true" else attentions_of_arm(config, device, keys)
 
 
-def attentions_of_arm(config: ArmConfig, device: torch.device) -> ModelGradients | None:
+def attentions_of_arm(
+    config: ArmConfig, device: torch.device, keys: RoundingKeys | None = None
+) -> ModelGradients | None:
     """Return what `gradients_of_arm` does, at any precision.
 
     At 64-true it gives the calls of each layer as the run makes them, but judges no gradient.
@@ -159,12 +165,16 @@ def attentions_of_arm(config: ArmConfig, device: torch.device) -> ModelGradients
         direction=changed.direction,
     )
     covered = [replacement.covers(name) for name in config.model.layer_names]
-    candidate = replacement.mixed(own).function
+    candidate = replacement.mixed(own)
+
+    def at(attention: ResolvedAttention, layer: int) -> Attention:
+        return (keyed(attention, layer, keys) if keys else attention).function
+
     return ModelGradients(
         config=config.model,
         precision=config.precision,
-        candidate=[candidate if covers else own.function for covers in covered],
-        baseline=[own.function] * len(covered),
+        candidate=[at(candidate if covers else own, i) for i, covers in enumerate(covered)],
+        baseline=[at(own, i) for i in range(len(covered))],
         changed=covered,
     )
 

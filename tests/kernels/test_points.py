@@ -10,6 +10,7 @@ from attention_kernels.points import (
     DROPOUT_STREAM,
     FIELDS,
     POINTS,
+    ROUNDING_STREAM,
     SIGNS_STREAM,
     BackwardNumerics,
     ForwardNumerics,
@@ -25,7 +26,12 @@ def test_every_field_has_a_rounding_and_every_rounding_a_field():
 
 
 def test_no_two_roundings_draw_the_same_bits():
-    streams = [SIGNS_STREAM, DROPOUT_STREAM, *(point.stream for point in POINTS.values())]
+    streams = [
+        SIGNS_STREAM,
+        DROPOUT_STREAM,
+        ROUNDING_STREAM,
+        *(point.stream for point in POINTS.values()),
+    ]
     assert len(set(streams)) == len(streams)
 
 
@@ -44,7 +50,7 @@ def test_streams_keep_their_numbers_which_decide_bits():
         **{"dq_product": 56, "dk_product": 57, "dv_product": 58},
     }
     assert known.items() <= {name: point.stream for name, point in POINTS.items()}.items()
-    assert (SIGNS_STREAM, DROPOUT_STREAM) == (5, 40)
+    assert (SIGNS_STREAM, DROPOUT_STREAM, ROUNDING_STREAM) == (5, 40, 59)
 
 
 @pytest.mark.parametrize("engine", ["twin", "triton"])

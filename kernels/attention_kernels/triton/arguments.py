@@ -1,14 +1,20 @@
 """What a Triton kernel is handed beside q, k, v and its results.
 
-`Constants` is what it is compiled for: numerics, the scalars of the mask, which of its tensors
-there are, the tile. A kernel reads it as `N.exp` or `N.has_left`, and each distinct value is a
-kernel of its own. `Factors`, `Masks` and `Lengths` come at each launch, as named tuples, which
-Triton takes apart; an absent tensor is None and compiles to nothing.
+`Constants` is what it is compiled for: numerics, which scalars and tensors of the mask there are,
+the tile. A kernel reads it as `N.exp` or `N.has_left`, and each distinct value is a kernel of its
+own. `Factors`, `Masks` and `Lengths` come at each launch, as named tuples, which Triton takes
+apart; an absent tensor is None and compiles to nothing.
+
+Triton compiles another kernel for an integer that is 1 or a multiple of 16, in a tuple even where
+it is told not to, but for no number. So what differs from call to call, as words of random bits do
+from step to step, comes in `Scalars`, as numbers: an integer as its two halves of 16 bits, which
+FP32 holds. An FP64 number comes as the halves of its bits, since Triton's own scalars are FP32.
 
 Strings are wrapped in `tl.constexpr`, since Triton 3.6 hands no bare string from a kernel to a
 function that it calls. Leaves out the launch itself (`launch`).
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +29,7 @@ from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
 from attention_kernels.points import POINTS, UNROUNDED
+from attention_kernels.rounding_key import Draws
 
 __all__ = [
     "MAX_LEN",
@@ -30,6 +37,7 @@ __all__ = [
     "Factors",
     "Lengths",
     "Masks",
+    "Scalars",
     "constants_of",
     "factors_of",
     "kernel_inputs",
@@ -56,7 +64,6 @@ class Constants:
     exp: Any
     dot: Any
     work: tl.dtype
-    seed: int
     p_scale: float
     threshold: float
     beta: float
@@ -68,12 +75,9 @@ class Constants:
     key_outer: bool
     reversed: bool
     scaled: bool
-    scale: float
-    softcap: float
+    has_softcap: bool
     has_left: bool
     has_right: bool
-    left: int
-    right: int
     has_padding: bool
     has_visible: bool
     has_blocks: bool
@@ -84,9 +88,6 @@ class Constants:
     has_slopes: bool
     has_sinks: bool
     has_dropout: bool
-    dropped_below: int
-    """A weight is dropped where its 32 random bits are below this."""
-    kept_scale: float
     has_tensors: bool
     packed: bool
     group: int
@@ -105,7 +106,6 @@ def constants_of(
     v: Tensor,
     *,
     mask: Mask,
-    scale: float,
     numerics: FlashNumerics,
     bias_trained: bool = False,
 ) -> Constants:
@@ -121,7 +121,7 @@ def constants_of(
                 f"triton: {name} must be a power of two, got {block}; use another block or "
                 "engine='twin'"
             )
-    left, right = _narrower(mask.offsets(), q.shape[2], k.shape[2])
+    left, right = _narrower(mask.offsets(), q, k)
     points = []
     for name, point in POINTS.items():
         format = numerics.format_at(name)
@@ -144,7 +144,6 @@ def constants_of(
         exp=tl.constexpr(numerics.softmax.exp),
         dot=tl.constexpr(numerics.arithmetic.dot),
         work=tl.float64 if numerics.work_dtype() == torch.float64 else tl.float32,
-        seed=numerics.arithmetic.seed,
         p_scale=numerics.probability_scale(),
         threshold=float(numerics.softmax.rescale_threshold),
         beta=float(numerics.softmax.repeated_max_beta),
@@ -155,17 +154,12 @@ def constants_of(
         key_outer=tiling.loop_order == "key_outer",
         reversed=tiling.key_order == "reversed",
         scaled=numerics.scaled,
-        scale=float(scale),
-        softcap=float(mask.softcap),
+        has_softcap=mask.softcap > 0,
         has_left=left is not None,
         has_right=right is not None,
-        left=left or 0,
-        right=right or 0,
         has_slopes=mask.alibi_slopes is not None,
         has_sinks=mask.sinks is not None,
         has_dropout=mask.dropout_p > 0,
-        dropped_below=dropped_below(mask.dropout_p),
-        kept_scale=mask.kept_scale(),
         has_tensors=any(tensors.values()),
         packed=mask.cu_seqlens_q is not None,
         group=q.shape[1] // k.shape[1],
@@ -179,13 +173,13 @@ def constants_of(
 
 
 def _narrower(
-    offsets: tuple[int | None, int | None], query_len: int, key_len: int
+    offsets: tuple[int | None, int | None], q: Tensor, k: Tensor
 ) -> tuple[int | None, int | None]:
     """Return the offsets less those that hide nothing: added to a place they may pass 32 bits."""
     left, right = offsets
-    if left is not None and left >= key_len:
+    if left is not None and left >= k.shape[2]:
         left = None
-    if right is not None and right >= query_len > 0:
+    if right is not None and right >= q.shape[2] > 0:
         right = None
     return left, right
 
@@ -207,8 +201,32 @@ class Factors(NamedTuple):
     dout: Tensor | None = None
 
 
+Halves = tuple[float, ...]
+"""An integer as its parts of 16 bits, the highest first."""
+
+
+class Scalars(NamedTuple):
+    """What differs from call to call of one compiled kernel; see above."""
+
+    scale: float | Halves
+    """As `softcap` and `kept_scale` a number, in FP64 the four parts of its bits."""
+    softcap: float | Halves
+    kept_scale: float | Halves
+    left: Halves
+    right: Halves
+    dropped_below: Halves
+    """A weight is dropped where its 32 random bits are below this."""
+    dropout: Halves
+    """The word of the call that the place of a weight is folded into."""
+    rounding: Halves
+    """The word that the place of a rounded value is folded into, and where q lies in the call."""
+    first_batch: Halves
+    first_head: Halves
+    heads: Halves
+
+
 class Masks(NamedTuple):
-    """The tensors of a mask with their strides; None for those that are not there."""
+    """The tensors of a mask with their strides, None for those that are not there; the scalars."""
 
     padding: Tensor | None
     padding_strides: tuple[int, ...]
@@ -225,8 +243,7 @@ class Masks(NamedTuple):
     sinks: Tensor | None
     cu_q: Tensor | None
     cu_k: Tensor | None
-    dropout: int
-    """The word of the call that the place of a weight is folded into, as a signed integer."""
+    scalars: Scalars
 
 
 class Lengths(NamedTuple):
@@ -262,7 +279,9 @@ def lengths_of(mask: Mask, q: Tensor, k: Tensor) -> Lengths:
     return found
 
 
-def masks_of(mask: Mask, q: Tensor, k: Tensor, numerics: FlashNumerics) -> Masks:
+def masks_of(
+    mask: Mask, q: Tensor, k: Tensor, *, scale: float, numerics: FlashNumerics, draws: Draws
+) -> Masks:
     """Return the tensors of a mask, broadcast to every head and row by strides of 0."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     work, tiling = numerics.work_dtype(), numerics.tiling
@@ -295,13 +314,30 @@ def masks_of(mask: Mask, q: Tensor, k: Tensor, numerics: FlashNumerics) -> Masks
         None if mask.sinks is None else kernel_inputs(work, mask.sinks)[0].contiguous(),
         mask.cu_seqlens_q,
         mask.cu_seqlens_k,
-        _signed(keep_word(mask.dropout_seed, mask.dropout_offset)) if mask.dropout_p else 0,
+        _scalars_of(mask, q, k, scale, numerics, draws),
     )
 
 
-def _signed(word: int) -> int:
-    # an argument of more than 31 bits would be 64 wide, and its kernel another one
-    return word - (word >> 31 << 32)
+def _scalars_of(
+    mask: Mask, q: Tensor, k: Tensor, scale: float, numerics: FlashNumerics, draws: Draws
+) -> Scalars:
+    left, right = _narrower(mask.offsets(), q, k)
+    word = keep_word(mask.dropout_seed, mask.dropout_offset) if mask.dropout_p else 0
+    scale_, softcap, kept_scale = (
+        float(x) if numerics.work_dtype() == torch.float32 else _halves(_bits_of(x), 4)
+        for x in (scale, mask.softcap, mask.kept_scale())
+    )
+    place = draws.place._replace(heads=draws.place.heads or q.shape[1])
+    integers = (left or 0, right or 0, dropped_below(mask.dropout_p), word, draws.word, *place)
+    return Scalars(scale_, softcap, kept_scale, *(_halves(x, 2) for x in integers))
+
+
+def _bits_of(x: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", x))[0]
+
+
+def _halves(x: int, count: int) -> Halves:
+    return tuple(float(x >> 16 * at & 0xFFFF) for at in reversed(range(count)))
 
 
 def kernel_inputs(work: torch.dtype, *tensors: Tensor) -> list[Tensor]:

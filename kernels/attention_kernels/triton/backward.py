@@ -20,7 +20,7 @@ has the formulas. Strides are tuples (batch, head, row, dim); the other argument
 import triton
 import triton.language as tl
 
-from attention_kernels.triton.rounding import contain, dot, exponential, to_work
+from attention_kernels.triton.rounding import contain, dot, exponential, number, to_work, whole
 from attention_kernels.triton.spans import key_span, row_span
 from attention_kernels.triton.tiles import (
     at_head,
@@ -30,6 +30,7 @@ from attention_kernels.triton.tiles import (
     drop,
     finite_or_zero,
     format_at,
+    head_number,
     kept,
     load_factor,
     load_rows,
@@ -49,30 +50,33 @@ def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
 
 
 @triton.jit
-def _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
+def _sum_gradient(b_p, b_dp, b_delta, masks, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
     """Return P (dP - delta): the gradient of the sum of capped scores and bias, unrounded."""
     if N.scaled:
         b_dp = b_dp * factor
-    b_dp = scale_kept(drop(rounded(b_dp, "dp", N, 0, n, o_q, o_k), m_kept, N), N)
+    b_dp = scale_kept(drop(rounded(b_dp, "dp", N, 0, n, o_q, o_k), m_kept, N), masks, N)
     return rounded(b_dp - b_delta, "ds_difference", N, 0, n, o_q, o_k) * b_p
 
 
 @triton.jit
-def _score_gradient(b_p, b_dp, b_delta, b_tanh, m_kept, factor, n, o_q, o_k, N: tl.constexpr):
+def _score_gradient(
+    b_p, b_dp, b_delta, b_tanh, masks, m_kept, factor, n, o_q, o_k, N: tl.constexpr
+):
     """Return R_ds(P (dP - delta)), times the slope of the softcap, as an operand."""
     if N.scale_in_ds:
-        b_p = rounded(b_p * N.scale, "ds_probabilities", N, 0, n, o_q, o_k)
-    b_ds = _sum_gradient(b_p, b_dp, b_delta, m_kept, factor, n, o_q, o_k, N)
-    if N.softcap > 0.0:
+        b_p = b_p * number(masks.scalars.scale, N.work)
+        b_p = rounded(b_p, "ds_probabilities", N, 0, n, o_q, o_k)
+    b_ds = _sum_gradient(b_p, b_dp, b_delta, masks, m_kept, factor, n, o_q, o_k, N)
+    if N.has_softcap:
         b_ds = b_ds * (1.0 - b_tanh * b_tanh)
     FORMAT: tl.constexpr = format_at(N, "ds")
     return contain(rounded(b_ds, "ds", N, 0, n, o_q, o_k), FORMAT, N.work)
 
 
 @triton.jit
-def _scale_sum(b_sum, N: tl.constexpr):
+def _scale_sum(b_sum, masks, N: tl.constexpr):
     """Return dQ or dK multiplied by scale, unless each dS was."""
-    return b_sum if N.scale_in_ds else b_sum * N.scale
+    return b_sum if N.scale_in_ds else b_sum * number(masks.scalars.scale, N.work)
 
 
 @triton.jit
@@ -108,7 +112,7 @@ def dq_kernel(
     o_start, o_head, o_batch = place(max_query_len, heads, N.block_q)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
-    n, o_kv_head = o_batch * heads + o_head, o_head // N.group
+    n, o_kv_head = head_number(masks, o_batch, o_head, heads, 1, N), o_head // N.group
     o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_d)
     o_v_dim = tl.arange(0, N.block_v)
     m_q = o_q < query_len
@@ -134,7 +138,9 @@ def dq_kernel(
     b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0)
 
     b_dq = tl.full((N.block_q, N.block_d), 0.0, N.work)
-    first, stop = key_span(o_start, query_len, key_len, N)
+    first, stop = key_span(
+        o_start, query_len, key_len, whole(masks.scalars.left), whole(masks.scalars.right), N
+    )
     last = (stop + N.block_k - 1) // N.block_k * N.block_k - N.block_k
     for at in range(first, stop, N.block_k):
         k_start = first + last - at if N.reversed else at
@@ -153,14 +159,24 @@ def dq_kernel(
         b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
         m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
         b_ds = _score_gradient(
-            b_p, b_dp, b_delta[:, None], b_tanh, m_kept, do_factor * v_factor, n, o_row, o_col, N
+            b_p,
+            b_dp,
+            b_delta[:, None],
+            b_tanh,
+            masks,
+            m_kept,
+            do_factor * v_factor,
+            n,
+            o_row,
+            o_col,
+            N,
         )
         b_product = _times(dot(b_ds, b_k, N.work, N.dot), k_factor, N)
         b_dq += rounded(b_product, "dq_product", N, k_start, n, o_row, o_dim[None, :])
         b_dq = rounded(b_dq, "dq_accumulator", N, k_start, n, o_row, o_dim[None, :])
 
     p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
-    b_dq = rounded(_scale_sum(b_dq, N), "dq", N, 0, n, o_q[:, None], o_dim[None, :])
+    b_dq = rounded(_scale_sum(b_dq, masks, N), "dq", N, 0, n, o_q[:, None], o_dim[None, :])
     store_rows(p_dq, dq_strides, o_q, query_len, b_dq, N, False)
 
 
@@ -190,7 +206,7 @@ def _add_query_block(
     N: tl.constexpr,
 ):
     """Return dK and dV of a key block with what one query block of one head adds to them."""
-    n = o_batch * heads + o_head
+    n = head_number(masks, o_batch, o_head, heads, 1, N)
     o_dim, o_v_dim = tl.arange(0, N.block_d), tl.arange(0, N.block_v)
     o_q = q_start + tl.arange(0, N.block_q)
     m_q = o_q < query_len
@@ -211,7 +227,7 @@ def _add_query_block(
     b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
     m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
     b_ds = _score_gradient(
-        b_p, b_dp, b_delta[None, :], b_tanh, m_kept, do_factor * v_factor, n, o_row, o_col, N
+        b_p, b_dp, b_delta[None, :], b_tanh, masks, m_kept, do_factor * v_factor, n, o_row, o_col, N
     )
     b_p = drop(b_p, m_kept, N)
     if N.p_scale > 1.0:
@@ -268,7 +284,8 @@ def dkv_kernel(
     k_factor = load_factor(factors.k, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
     v_factor = load_factor(factors.v, o_batch, o_kv_head, kv_heads, k_blocks, block, N)
 
-    first, stop = row_span(o_start, query_len, key_len, N)
+    left, right = whole(masks.scalars.left), whole(masks.scalars.right)
+    first, stop = row_span(o_start, query_len, key_len, left, right, N)
     b_dk_group = tl.full((N.block_k, N.block_d), 0.0, N.work)
     b_dv_group = tl.full((N.block_k, N.block_v), 0.0, N.work)
     # The heads of a group are added by one program, in their order. A program for each would need
@@ -290,13 +307,13 @@ def dkv_kernel(
         b_dk_group += b_dk
         b_dv_group += b_dv
 
-    n = o_batch * kv_heads + o_kv_head
+    n = head_number(masks, o_batch, o_kv_head, kv_heads, N.group, N)
     o_row = o_k[:, None]
     p_dk = at_head(p_dk, dk_strides, o_batch, o_kv_head, k_first, N)
     p_dv = at_head(p_dv, dv_strides, o_batch, o_kv_head, k_first, N)
-    b_dk_group = rounded(_scale_sum(b_dk_group, N), "dk", N, 0, n, o_row, o_dim[None, :])
+    b_dk_group = rounded(_scale_sum(b_dk_group, masks, N), "dk", N, 0, n, o_row, o_dim[None, :])
     store_rows(p_dk, dk_strides, o_k, key_len, b_dk_group, N, False)
-    b_dv_group = rounded(scale_kept(b_dv_group, N), "dv", N, 0, n, o_row, o_v_dim[None, :])
+    b_dv_group = rounded(scale_kept(b_dv_group, masks, N), "dv", N, 0, n, o_row, o_v_dim[None, :])
     store_rows(p_dv, dv_strides, o_k, key_len, b_dv_group, N, True)
 
 
@@ -324,7 +341,8 @@ def _bias_tile(
     N: tl.constexpr,
 ):
     """Return P (dP - delta) of one tile of one head, 0 past the last query and key."""
-    n, o_kv_head, kv_heads = o_batch * heads + o_head, o_head // N.group, heads // N.group
+    n = head_number(masks, o_batch, o_head, heads, 1, N)
+    o_kv_head, kv_heads = o_head // N.group, heads // N.group
     o_q, o_k = q_start + tl.arange(0, N.block_q), k_start + tl.arange(0, N.block_k)
     o_row, o_col, m_q = o_q[:, None], o_k[None, :], o_q < query_len
     p_q = at_head(p_q, q_strides, o_batch, o_head, 0, N)
@@ -355,7 +373,7 @@ def _bias_tile(
     b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
     m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
     factor = do_factor * v_factor
-    return _sum_gradient(b_p, b_dp, b_delta[:, None], m_kept, factor, n, o_row, o_col, N)
+    return _sum_gradient(b_p, b_dp, b_delta[:, None], masks, m_kept, factor, n, o_row, o_col, N)
 
 
 @triton.jit
@@ -394,7 +412,8 @@ def dbias_kernel(
     bias_head, bias_batch = at % bias_heads, at // bias_heads
     q_start, k_start = q_block * N.block_q, k_block * N.block_k
     # Tiles that positions hide entirely are zeros, and no product is computed for them.
-    first, stop = key_span(q_start, query_len, key_len, N)
+    left, right = whole(masks.scalars.left), whole(masks.scalars.right)
+    first, stop = key_span(q_start, query_len, key_len, left, right, N)
     seen = (k_start < stop) & (k_start + N.block_k > first)
     b_sum = tl.full((N.block_q, N.block_k), 0.0, N.work)
     for batch in range(0, tl.where(seen, batches // bias_batches, 0)):

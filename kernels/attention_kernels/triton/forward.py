@@ -22,7 +22,7 @@ and what a rounding is (`rounding`).
 import triton
 import triton.language as tl
 
-from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work
+from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work, whole
 from attention_kernels.triton.spans import hidden_span, key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
     at_head,
@@ -32,6 +32,7 @@ from attention_kernels.triton.tiles import (
     drop,
     finite_or_zero,
     format_at,
+    head_number,
     kept,
     load_factor,
     load_rows,
@@ -90,7 +91,7 @@ def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, step, N: tl.constexpr
+    b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, masks, n, o_q, o_k, step, N: tl.constexpr
 ):
     """Return the accumulator, or with key_outer the stored output, with one block of P v."""
     o_dim = tl.arange(0, N.block_v)
@@ -102,7 +103,7 @@ def _accumulate(
     if N.scaled:
         b_pv = b_pv * (v_factor / N.p_scale)
     if N.key_outer:
-        b_pv = scale_kept(b_pv, N)
+        b_pv = scale_kept(b_pv, masks, N)
     # With key_outer acc is out already, so that l * out is what alpha * acc would be.
     b_carried = b_old_sum if N.key_outer else b_alpha
     o_row, o_col = o_q[:, None], o_dim[None, :]
@@ -173,7 +174,7 @@ def _attend_blocks(
         # the sum is that of all weights
         b_p = drop(b_p, kept(masks, o_batch, o_head, o_q[:, None], o_k[None, :], N), N)
         b_acc = _accumulate(
-            b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, n, o_q, o_k, k_start, N
+            b_acc, b_p, b_v, v_factor, b_alpha, b_old_sum, b_sum, masks, n, o_q, o_k, k_start, N
         )
     return b_acc, b_max, b_sum
 
@@ -207,7 +208,7 @@ def forward_kernel(
     o_batch, o_split = o_outer // N.splits, o_outer % N.splits
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
-    n = o_batch * heads + o_head
+    n = head_number(masks, o_batch, o_head, heads, 1, N)
     o_q = o_start + tl.arange(0, N.block_q)
     p_k = at_head(p_k, k_strides, o_batch, o_head // N.group, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_head // N.group, k_first, N)
@@ -224,10 +225,11 @@ def forward_kernel(
         b_sink = to_work(tl.load(masks.sinks + o_head), N.work)
         b_max = tl.where(o_split == 0, b_sink, b_max)
         b_sum = tl.where(o_split == 0, 1.0, b_sum)
-    first, stop = key_span(o_start, query_len, key_len, N)
+    left, right = whole(masks.scalars.left), whole(masks.scalars.right)
+    first, stop = key_span(o_start, query_len, key_len, left, right, N)
     first, stop = hidden_span(first, stop, o_start, query_len, key_len, N)
     first, stop = split_span(first, stop, key_len, o_split, N)
-    begin, end = whole_span(o_start, query_len, key_len, first, stop, N)
+    begin, end = whole_span(o_start, query_len, key_len, left, right, first, stop, N)
     if N.reversed or N.has_left:
         low = end if N.reversed else first
         high = stop if N.reversed else begin
@@ -256,7 +258,7 @@ def forward_kernel(
         b_lse = rounded(b_lse, "split_lse", N, o_split, n, o_q, 0)
     else:
         if not N.key_outer:
-            b_acc = scale_kept(divide(b_acc, one_for_zero(b_sum)[:, None]), N)
+            b_acc = scale_kept(divide(b_acc, one_for_zero(b_sum)[:, None]), masks, N)
             b_acc = rounded(b_acc, "output", N, 0, n, o_q[:, None], o_dim[None, :])
         b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
     o_outer = o_split if N.packed else o_split * batches + o_batch
@@ -284,7 +286,7 @@ def merge_kernel(
     """Write out and lse of block_q rows of one head from those of its splits."""
     o_start, o_head, o_batch = place(max_query_len, heads, N.block_q)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
-    n = o_batch * heads + o_head
+    n = head_number(masks, o_batch, o_head, heads, 1, N)
     o_q, o_dim = o_start + tl.arange(0, N.block_q), tl.arange(0, N.block_v)
     m_q = o_q < query_len
     inner = 0 if N.packed else o_batch
@@ -309,7 +311,7 @@ def merge_kernel(
         b_part = b_weight[:, None] * b_part
         b_acc += rounded(b_part, "split_rescaled", N, split, n, o_q[:, None], o_dim[None, :])
     b_total = rounded(b_total, "split_total", N, 0, n, o_q, 0)
-    b_out = scale_kept(divide(b_acc, one_for_zero(b_total)[:, None]), N)
+    b_out = scale_kept(divide(b_acc, one_for_zero(b_total)[:, None]), masks, N)
     b_out = rounded(b_out, "output", N, 0, n, o_q[:, None], o_dim[None, :])
     p_out = at_part(p_out, out_strides, inner, o_head, q_first)
     store_rows(p_out, out_strides, o_q, query_len, b_out, N, True)

@@ -36,8 +36,9 @@ from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand, prepare, rotate_back
 from attention_kernels.points import POINTS
-from attention_kernels.random_bits import bits_at
+from attention_kernels.random_bits import bits_after
 from attention_kernels.rounding import round_to
+from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.triton.arguments import (
     Constants,
     Factors,
@@ -94,20 +95,29 @@ def _interpreted_range(*bounds: Any) -> range:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+    draws: Draws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
 
     q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, v and
-    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. ValueError if the
-    blocks do not fit the GPU.
+    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. Without `draws`
+    stochastic rounding draws by their seed. ValueError if the blocks do not fit the GPU.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
-    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, numerics)
+    draws = draws or draws_of(numerics.arithmetic.seed)
+    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    lengths = lengths_of(mask, q, k)
+    masks = masks_of(mask, q, k, scale=scale, numerics=numerics, draws=draws)
     heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
     operands = [
-        prepare(x, name, numerics, block)
+        prepare(x, name, numerics, block, draws, q.shape[1] // x.shape[1])
         for x, name, block in (
             (q, "q", tiling.block_q),
             (k, "k", tiling.block_k),
@@ -151,6 +161,7 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
+    draws: Draws | None = None,
     bias_trained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return `(dq, dk, dv, dsinks, dbias)` in the work dtype, three rounded at `gradients`.
@@ -159,8 +170,10 @@ def backward(
     `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
     """
     work, tiling = numerics.work_dtype(), numerics.tiling
-    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-    lengths, masks = lengths_of(mask, q, k), masks_of(mask, q, k, numerics)
+    draws = draws or draws_of(numerics.arithmetic.seed)
+    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    lengths = lengths_of(mask, q, k)
+    masks = masks_of(mask, q, k, scale=scale, numerics=numerics, draws=draws)
     heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
     rows_of = {
         "q": tiling.block_q,
@@ -169,7 +182,7 @@ def backward(
         "v": tiling.block_k,
     }
     operands: dict[str, Operand] = {
-        name: prepare(x, name, numerics, rows_of[name])
+        name: prepare(x, name, numerics, rows_of[name], draws, q.shape[1] // x.shape[1])
         for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
     }
     q_, k_, v_, dout_ = kernel_inputs(work, *(operand.values for operand in operands.values()))
@@ -205,14 +218,14 @@ def backward(
     dsinks, dbias = _sink_gradient(mask, lse, delta), None
     if bias_trained and mask.bias is not None:
         inputs = (q_, k_, v_, dout_, lse, delta)
-        constants = constants_of(
-            q, k, v, mask=mask, scale=scale, numerics=numerics, bias_trained=True
-        )
+        constants = constants_of(q, k, v, mask=mask, numerics=numerics, bias_trained=True)
         dbias = _bias_gradient(inputs, factors, masks, constants, mask.bias, numerics)
     if not numerics.scaling.incoherent:
         return dq, dk, dv, dsinks, dbias
     rotated = {"dq": rotate_back(dq, numerics), "dk": rotate_back(dk, numerics), "dv": dv}
-    dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in rotated.items())
+    dq, dk, dv = (
+        _round_gradient(x, name, mask, (q, k), numerics, draws) for name, x in rotated.items()
+    )
     return dq, dk, dv, dsinks, dbias
 
 
@@ -258,21 +271,25 @@ def _sink_gradient(mask: Mask, lse_BHQ: Tensor, delta_BHQ: Tensor) -> Tensor | N
 
 
 def _round_gradient(
-    x: Tensor, name: str, mask: Mask, of: tuple[Tensor, Tensor], numerics: FlashNumerics
+    x: Tensor,
+    name: str,
+    mask: Mask,
+    of: tuple[Tensor, Tensor],
+    numerics: FlashNumerics,
+    draws: Draws,
 ) -> Tensor:
     """Round a gradient as the kernels would, had they the rotated one; rows are a sequence's."""
     format, arithmetic = numerics.backward.gradients, numerics.arithmetic
     if arithmetic.rounding != "stochastic":
         return round_to(x, format, arithmetic.rounding)
-    head, dim = (torch.arange(x.shape[axis], device=x.device) for axis in (1, 3))
+    batches, heads = x.shape[:2]
+    dim = torch.arange(x.shape[3], device=x.device)
     for sequence in mask.sequences(of[0].shape[2], of[1].shape[2]):
         lines = sequence.queries if name == "dq" else sequence.keys
-        batch = sequence.index + torch.arange(x.shape[0], device=x.device)
-        n = batch[:, None] * x.shape[1] + head
+        n = draws.heads(sequence.index, batches, heads, of[0].shape[1] // heads, x.device)
         row = torch.arange(len(lines), device=x.device)
-        bits = bits_at(
-            arithmetic.seed, POINTS[name].stream, 0, n[:, :, None, None], row[:, None], dim
-        )
+        place = n[:, :, None, None], row[:, None], dim
+        bits = bits_after(draws.word, POINTS[name].stream, 0, *place)
         part = x[:, :, lines.start : lines.stop]
         part.copy_(round_to(part, format, "stochastic", bits=bits))
     return x

@@ -121,6 +121,24 @@ def widen_index(o_index):
 
 
 @triton.jit
+def whole(halves):
+    """Return the 32-bit integer of two numbers, its halves of 16 bits (`arguments.Scalars`)."""
+    return (tl.cast(halves[0], tl.int32) << 16) | tl.cast(halves[1], tl.int32)
+
+
+@triton.jit
+def number(x, WORK: tl.constexpr):
+    """Return a number of `arguments.Scalars` in WORK: an FP32 one, or FP64's bits in four parts."""
+    if tl.float64 == WORK:
+        b_high = (tl.cast(x[0], tl.int64) << 48) | (tl.cast(x[1], tl.int64) << 32)
+        b_low = (tl.cast(x[2], tl.int64) << 16) | tl.cast(x[3], tl.int64)
+        x_work = (b_high | b_low).to(tl.float64, bitcast=True)
+    else:
+        x_work = x
+    return x_work
+
+
+@triton.jit
 def to_work(b, WORK: tl.constexpr):
     """Cast a block to WORK, the dtype in which a kernel computes between rounding points."""
     return b.to(WORK)
@@ -273,15 +291,14 @@ def _limit(b_round, b_size, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def random_bits(SEED, POINT, step, n, o_row, o_col):
-    """Return `random_bits.bits_at(SEED, POINT, step, n, o_row, o_col)` as a block of uint32.
+def random_bits(word, POINT, step, n, o_row, o_col):
+    """Return `random_bits.bits_after(word, POINT, step, n, o_row, o_col)` as a block of uint32.
 
-    POINT is the stream of a rounding point. The coordinates broadcast: `o_row` `[:, None]` and
-    `o_col` `[None, :]`, either of which may be 0, give the bits of a tile.
+    `word` is what a call draws by, POINT the stream of a rounding point. The coordinates
+    broadcast: `o_row` `[:, None]` and `o_col` `[None, :]`, either of which may be 0, give the bits
+    of a tile.
     """
-    # The constant is 2**32 / golden ratio; without it seed 0 would stay 0 in `_mix`.
-    b_state = fold(_mix(_word(SEED) ^ 0x9E3779B9), POINT)
-    b_state = fold(fold(b_state, step), n)
+    b_state = fold(fold(fold(word, POINT), step), n)
     return fold(fold(b_state, o_row), o_col)
 
 

@@ -15,16 +15,16 @@ import triton.language as tl
 
 
 @triton.jit
-def key_span(o_start, query_len, key_len, N: tl.constexpr):
+def key_span(o_start, query_len, key_len, left, right, N: tl.constexpr):
     """Return the key blocks that positions allow to any row of a query block: first, stop."""
     offset = key_len - query_len
     first = 0
     stop = key_len
     if N.has_left:
-        first = tl.maximum(o_start + offset - N.left, 0) // N.block_k * N.block_k
+        first = tl.maximum(o_start + offset - left, 0) // N.block_k * N.block_k
     if N.has_right:
         last_row = tl.minimum(o_start + N.block_q, query_len)
-        stop = tl.minimum(key_len, last_row + offset + N.right)
+        stop = tl.minimum(key_len, last_row + offset + right)
     # Programs past the end of a packed sequence attend nothing.
     return first, tl.where(o_start < query_len, stop, 0)
 
@@ -39,16 +39,16 @@ def hidden_span(first, stop, o_start, query_len, key_len, N: tl.constexpr):
 
 
 @triton.jit
-def whole_span(o_start, query_len, key_len, first, stop, N: tl.constexpr):
+def whole_span(o_start, query_len, key_len, left, right, first, stop, N: tl.constexpr):
     """Return the key blocks inside [first, stop) that every row sees whole: begin, end."""
     offset = key_len - query_len
     begin = first
     end = stop // N.block_k * N.block_k
     if N.has_left:
-        seen = tl.maximum(o_start + N.block_q - 1 + offset - N.left, 0)
+        seen = tl.maximum(o_start + N.block_q - 1 + offset - left, 0)
         begin = tl.maximum(first, (seen + N.block_k - 1) // N.block_k * N.block_k)
     if N.has_right:
-        seen = tl.maximum(o_start + offset + N.right + 1, 0)
+        seen = tl.maximum(o_start + offset + right + 1, 0)
         end = tl.minimum(end, seen // N.block_k * N.block_k)
     if N.has_tensors:
         end = first
@@ -57,15 +57,15 @@ def whole_span(o_start, query_len, key_len, first, stop, N: tl.constexpr):
 
 
 @triton.jit
-def row_span(o_start, query_len, key_len, N: tl.constexpr):
+def row_span(o_start, query_len, key_len, left, right, N: tl.constexpr):
     """Return the query blocks of which any row may see any key of a key block: first, stop."""
     offset = key_len - query_len
     first = 0
     stop = query_len
     if N.has_right:
-        first = tl.maximum(o_start - offset - N.right, 0) // N.block_q * N.block_q
+        first = tl.maximum(o_start - offset - right, 0) // N.block_q * N.block_q
     if N.has_left:
-        stop = tl.minimum(query_len, o_start + N.block_k + N.left - offset)
+        stop = tl.minimum(query_len, o_start + N.block_k + left - offset)
     return first, tl.where(o_start < key_len, stop, 0)
 
 

@@ -12,12 +12,15 @@ import triton
 import triton.language as tl
 
 from attention_kernels.triton.rounding import (
+    divide,
     dot,
     fold,
+    number,
     random_bits,
     round_to,
     tanh,
     to_work,
+    whole,
     widen_index,
 )
 
@@ -36,11 +39,14 @@ def stream_at(N, POINT):
 
 @triton.jit
 def rounded(b, POINT: tl.constexpr, N: tl.constexpr, step, n, o_row, o_col):
-    """Round a block once, at a point of `POINTS`; step, head and indices say where it lies."""
+    """Round a block once, at a point of `POINTS`; step, head and indices say where it lies.
+
+    `n` is the head as `head_number` gives it.
+    """
     FORMAT: tl.constexpr = format_at(N, POINT)
     if N.rounding == "stochastic":
         STREAM: tl.constexpr = stream_at(N, POINT)
-        b_bits = random_bits(N.seed, STREAM, step, n, o_row, o_col)
+        b_bits = random_bits(n[0], STREAM, step, n[1], o_row, o_col)
         b_round = round_to(b, FORMAT, N.rounding, b_bits)
     else:
         b_round = round_to(b, FORMAT, N.rounding, 0)
@@ -48,12 +54,29 @@ def rounded(b, POINT: tl.constexpr, N: tl.constexpr, step, n, o_row, o_col):
 
 
 @triton.jit
+def head_number(masks, o_batch, o_head, heads, GROUP: tl.constexpr, N: tl.constexpr):
+    """Return the word that a call draws by, and the number of a head among all of its batch.
+
+    `heads` and `o_head` are k's, of GROUP query heads each, if GROUP is not 1. The batch and the
+    heads of a call may be those of several ranks (`rounding_key`).
+    """
+    word = 0
+    n = o_batch * heads + o_head
+    if N.rounding == "stochastic":
+        scalars = masks.scalars
+        word = whole(scalars.rounding)
+        first = whole(scalars.first_batch) + o_batch
+        n = first * (whole(scalars.heads) // GROUP) + whole(scalars.first_head) // GROUP + o_head
+    return word, n
+
+
+@triton.jit
 def kept(masks, o_batch, o_head, o_q, o_k, N: tl.constexpr):
     """Return where dropout keeps the weights of a tile (`dropout.keep_tile`); 1 without it."""
     m_kept = 1
     if N.has_dropout:
-        head = fold(fold(masks.dropout, o_batch), o_head)
-        m_kept = fold(fold(head, o_q), o_k) >= N.dropped_below
+        head = fold(fold(whole(masks.scalars.dropout), o_batch), o_head)
+        m_kept = fold(fold(head, o_q), o_k) >= whole(masks.scalars.dropped_below).to(tl.uint32)
     return m_kept
 
 
@@ -66,10 +89,10 @@ def drop(b, m_kept, N: tl.constexpr):
 
 
 @triton.jit
-def scale_kept(b, N: tl.constexpr):
+def scale_kept(b, masks, N: tl.constexpr):
     """Return a sum of what dropout has kept, divided by the probability of keeping."""
     if N.has_dropout:
-        b = b * N.kept_scale
+        b = b * number(masks.scalars.kept_scale, N.work)
     return b
 
 
@@ -203,11 +226,13 @@ def tile_scores(
     b_scores = dot(b_left, tl.trans(b_right), N.work, N.dot)
     if N.scaled:
         b_scores = b_scores * factor
-    b_scores = rounded(b_scores, "products", N, 0, n, o_q, o_k) * N.scale
+    b_scores = rounded(b_scores, "products", N, 0, n, o_q, o_k)
+    b_scores = b_scores * number(masks.scalars.scale, N.work)
     b_tanh = 0.0
-    if N.softcap > 0.0:
-        b_tanh = tanh(b_scores / N.softcap)
-        b_scores = b_tanh * N.softcap
+    if N.has_softcap:
+        softcap = number(masks.scalars.softcap, N.work)
+        b_tanh = tanh(divide(b_scores, softcap))
+        b_scores = b_tanh * softcap
     b_scores = _add_bias(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N)
     # Before anything is hidden: a format without infinities would turn -inf into NaN.
     b_scores = rounded(b_scores, "scores", N, 0, n, o_q, o_k)
@@ -251,9 +276,9 @@ def _hide(b_scores, masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.
     # Keys past the end were loaded as zeros; their scores of 0 must not join the sum.
     m_visible = o_k < key_len
     if N.has_right:
-        m_visible = m_visible & (o_k <= o_q + offset + N.right)
+        m_visible = m_visible & (o_k <= o_q + offset + whole(masks.scalars.right))
     if N.has_left:
-        m_visible = m_visible & (o_k >= o_q + offset - N.left)
+        m_visible = m_visible & (o_k >= o_q + offset - whole(masks.scalars.left))
     if N.has_padding:
         p_keys = at_tile(masks.padding, masks.padding_strides, o_batch, o_head, o_q, o_k)
         m_inside = (o_q < query_len) & (o_k < key_len)

@@ -30,8 +30,9 @@ from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import prepare
 from attention_kernels.points import POINTS
-from attention_kernels.random_bits import bits_at
+from attention_kernels.random_bits import bits_after
 from attention_kernels.rounding import round_to
+from attention_kernels.rounding_key import Draws
 
 __all__ = [
     "Flat",
@@ -52,11 +53,16 @@ _CUBIC = (0.077119090, 0.227564394, 0.695146143, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Rounder:
-    """Rounds tiles `(N, I, C)` of `heads` heads a batch, the first of them `first_head`."""
+    """Rounds tiles `(N, I, C)` of `heads` heads a sequence, which begin with number `sequence`.
+
+    `group` is the number of query heads to one of these.
+    """
 
     numerics: FlashNumerics
     heads: int
-    first_head: int = 0
+    draws: Draws
+    sequence: int = 0
+    group: int = 1
 
     def __call__(self, x: Tensor, point: str, rows: range, columns: range, step: int = 0) -> Tensor:
         """Round `x` once, at a point of `POINTS`; rows, columns and step say where it lies."""
@@ -66,11 +72,13 @@ class Rounder:
         arithmetic = self.numerics.arithmetic
         if arithmetic.rounding != "stochastic":
             return round_to(x, target, arithmetic.rounding)
-        heads = torch.arange(self.first_head, self.first_head + len(x), device=x.device)
+        batches = len(x) // self.heads
+        heads = self.draws.heads(self.sequence, batches, self.heads, self.group, x.device)
         row = torch.arange(rows.start, rows.stop, device=x.device)
         column = torch.arange(columns.start, columns.stop, device=x.device)
         stream = POINTS[point].stream
-        bits = bits_at(arithmetic.seed, stream, step, heads[:, None, None], row[:, None], column)
+        place = heads.flatten()[:, None, None], row[:, None], column
+        bits = bits_after(self.draws.word, stream, step, *place)
         return round_to(x, target, "stochastic", bits=bits)
 
 
@@ -102,9 +110,11 @@ class Flat(NamedTuple):
         return self.values * by_row
 
 
-def flatten(x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: int) -> Flat:
+def flatten(
+    x: Tensor, name: str, heads: int, numerics: FlashNumerics, block: int, draws: Draws
+) -> Flat:
     """Prepare an operand, repeat it to the number of query heads, make batch x heads one axis."""
-    operand, scales = prepare(x, name, numerics, block)
+    operand, scales = prepare(x, name, numerics, block, draws, heads // x.shape[1])
     # Heads of a group are repeated, which costs memory: one batched product then serves them all.
     values = _repeated(operand.to(numerics.work_dtype()), heads)
     if scales is not None:

@@ -35,6 +35,7 @@ from torch import Tensor
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import rotate_back
+from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
@@ -96,6 +97,7 @@ def backward(
     mask: Mask,
     scale: float,
     numerics: FlashNumerics,
+    draws: Draws | None = None,
     bias_trained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dQ, dK, dV, the gradient of the sinks if there are any, and that of the bias.
@@ -103,16 +105,17 @@ def backward(
     All are in the work dtype; that of the bias, shaped as it is, is computed where `bias_trained`.
     `out` and `lse` are what `forward.forward` returned. dout, q, k and v are passed unrounded; this
     function rounds them as operands. A query that attends to no key has gradient 0 and adds nothing
-    to dK, dV and the gradient of the bias.
+    to dK, dV and the gradient of the bias. `draws` is the forward's.
     """
     refuse_fusion(numerics)
+    draws = draws or draws_of(numerics.arithmetic.seed)
     heads, kv_heads = q.shape[1], k.shape[1]
     block_q, block_k = numerics.tiling.block_q, numerics.tiling.block_k
     flat_q, flat_dout = (
-        flatten(x, name, heads, numerics, block_q) for x, name in ((q, "q"), (dout, "dout"))
+        flatten(x, name, heads, numerics, block_q, draws) for x, name in ((q, "q"), (dout, "dout"))
     )
     flat_k, flat_v = (
-        flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
+        flatten(x, name, heads, numerics, block_k, draws) for x, name in ((k, "k"), (v, "v"))
     )
     # A query that attends to no key has lse -inf, and -inf - -inf would be NaN. With lse 0 instead,
     # its P is exp(-inf - 0) = 0.
@@ -124,7 +127,7 @@ def backward(
     dbias = None if trained is None else out_NQD.new_zeros(trained.shape)
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
-        rounded = Rounder(numerics, heads, sequence.index * heads)
+        rounded = Rounder(numerics, heads, draws, sequence.index)
         part = flat_dout.at(sequence.queries)
         every = range(len(sequence.queries))
         products_NQD = part.restored() * out_NQD[at_q]
@@ -147,7 +150,9 @@ def backward(
     gradients = {"dq": dq_NQD.mul_(scale), "dk": dk_GKD, "dv": dv_GKD}
     for name in ("dq", "dk"):
         gradients[name] = rotate_back(gradients[name], numerics)
-    dq, dk, dv = (_round_gradient(x, name, mask, (q, k), numerics) for name, x in gradients.items())
+    dq, dk, dv = (
+        _round_gradient(x, name, mask, (q, k), numerics, draws) for name, x in gradients.items()
+    )
     dsinks = None if dsinks_N11 is None else dsinks_N11.view(-1, heads).sum(dim=0)
     return dq, dk, dv, dsinks, dbias
 
@@ -312,6 +317,7 @@ def _round_gradient(
     mask: Mask,
     shapes: tuple[Tensor, Tensor],
     numerics: FlashNumerics,
+    draws: Draws,
 ) -> Tensor:
     """Round the gradient called `name`, and return it as `(batch, heads, L, D)`.
 
@@ -323,7 +329,7 @@ def _round_gradient(
     dims = range(x_NLD.shape[-1])
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         lines = sequence.queries if name == "dq" else sequence.keys
-        rounded = Rounder(numerics, heads, sequence.index * heads)
+        rounded = Rounder(numerics, heads, draws, sequence.index, q.shape[1] // heads)
         part = x_NLD[_slice(lines)]
         _store(part, rounded(part, name, range(len(lines)), dims))
     return x_NLD.unflatten(0, (-1, heads))

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics, Softmax
+from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
@@ -72,19 +73,28 @@ class _State:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float, numerics: FlashNumerics
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+    draws: Draws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `out` `(batch, heads, query_len, head_dim of v)`, `lse` `(batch, heads, query_len)`.
 
     Both are in the work format. q, k and v come unrounded, `numerics` resolved; a row that attends
-    nothing gets out 0 and lse -inf.
+    nothing gets out 0 and lse -inf. Stochastic rounding draws by `draws`, and without
+    them by the numerics' seed.
     """
     refuse_fusion(numerics)
+    draws = draws or draws_of(numerics.arithmetic.seed)
     heads, query_len, key_len = q.shape[1], q.shape[2], k.shape[2]
     block_q, block_k = numerics.tiling.block_q, numerics.tiling.block_k
-    flat_q = flatten(q, "q", heads, numerics, block_q)
+    flat_q = flatten(q, "q", heads, numerics, block_q, draws)
     flat_k, flat_v = (
-        flatten(x, name, heads, numerics, block_k) for x, name in ((k, "k"), (v, "v"))
+        flatten(x, name, heads, numerics, block_k, draws) for x, name in ((k, "k"), (v, "v"))
     )
     out_NQD = flat_q.values.new_zeros((*flat_q.values.shape[:2], v.shape[3]))
     sinks_N11 = flat_sinks(mask, out_NQD)
@@ -92,7 +102,7 @@ def forward(
     if sinks_N11 is not None:
         lse_NQ1[:] = sinks_N11  # of a row that has no keys
     for sequence in mask.sequences(query_len, key_len):
-        first, rounded = sequence.queries.start, Rounder(numerics, heads, sequence.index * heads)
+        first, rounded = sequence.queries.start, Rounder(numerics, heads, draws, sequence.index)
         parts = flat_q.at(sequence.queries), flat_k.at(sequence.keys), flat_v.at(sequence.keys)
         step = block_q * _blocks_at_once(sequence, numerics)
         for row in range(0, len(sequence.queries), step):

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from attention_kernels import PROFILES
 from attention_kernels.masks import Mask
+from attention_kernels.rounding_key import draws_of
 from attention_kernels.triton import launch as triton_launch
 from attention_kernels.triton.arguments import (
     Factors,
@@ -48,8 +49,9 @@ def inputs(splits=1, packed=False):
         q, k, v = (x[:1] for x in (q, k, v))
         ends = torch.tensor([0, ROWS], dtype=torch.int32)
         mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends)
-    constants = constants_of(q, k, v, mask=mask, scale=0.25, numerics=numerics)
-    return (q, k, v), constants, masks_of(mask, q, k, numerics), mask, numerics
+    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    masks = masks_of(mask, q, k, scale=0.25, numerics=numerics, draws=draws_of(0))
+    return (q, k, v), constants, masks, mask, numerics
 
 
 def run_forward(qkv, constants, masks, out, lse, query_rows=ROWS, splits=1):
@@ -128,7 +130,7 @@ def ttir_of_ours(kernel, numerics, mask, dtype=torch.bfloat16):
     """The TTIR of a kernel for tensors of any strides; `compile_one` takes contiguous ones."""
     resolved = numerics.resolve(dtype)
     q = torch.empty(1, 2, 64, 64, dtype=dtype, device="meta")
-    options = {"scale": 0.125, "numerics": resolved, "bias_trained": kernel is dbias_kernel}
+    options = {"numerics": resolved, "bias_trained": kernel is dbias_kernel}
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
     for name in signature:
         if name.endswith("strides"):

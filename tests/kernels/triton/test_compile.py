@@ -33,7 +33,7 @@ from attention_kernels.mask_mod import MaskMod
 from attention_kernels.masks import Mask
 from attention_kernels.profiles import fast_path
 from attention_kernels.triton import launch as triton_launch
-from attention_kernels.triton.arguments import Factors, Masks, constants_of
+from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 
@@ -142,7 +142,9 @@ def signature_of(kernel, numerics, dtype, mask):
     }
     masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
     masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "table", "bias")}
-    masks_of_call = Masks(**masks, slopes_batch="i32", dropout="i32")
+    kind = ("fp32",) * 4 if work == torch.float64 else "fp32"
+    whole = [("fp32",) * 2] * (len(Scalars._fields) - 3)
+    masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(kind, kind, kind, *whole))
     groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -172,7 +174,7 @@ def compile_one(kernel, arch, numerics, dtype, head_dim, mask):
     resolved = numerics.resolve(dtype)
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
-    options = {"scale": 0.125, "numerics": resolved, "bias_trained": kernel is dbias_kernel}
+    options = {"numerics": resolved, "bias_trained": kernel is dbias_kernel}
     values = constants_of(q, q, v, mask=mask, **options)
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
     constants[(len(kernel.params) - 1,)] = values
@@ -308,7 +310,7 @@ def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_pat
 def launch_compiled(kernel, profile="fa2", head_dim=256):
     q = torch.empty(1, 1, 64, head_dim)
     numerics = PROFILES[profile].resolve(torch.float32)
-    constants = constants_of(q, q, q, mask=Mask(), scale=0.125, numerics=numerics)
+    constants = constants_of(q, q, q, mask=Mask(), numerics=numerics)
     with mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
         triton_launch._run_compiled(kernel, 1, (q,), constants)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.formats import ROUNDINGS
-from attention_kernels.random_bits import bits_at
+from attention_kernels.random_bits import bits_at, word_at
 from attention_kernels.rounding import round_to as round_tensor
 from attention_kernels.triton import launch as triton_launch
 from attention_kernels.triton.rounding import dot, exponential, random_bits, round_to, tanh
@@ -21,6 +21,7 @@ from tests.sampling import one_in
 
 KERNELS = Path(triton_launch.__file__).parent
 BLOCK = 2**15
+WORD_OF_7 = tl.constexpr(word_at(7))
 DEVICES = [
     "cpu",
     pytest.param(
@@ -44,7 +45,7 @@ FORMATS = [
 @triton.jit
 def _round_kernel(p_x, p_y, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr):
     o_x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b_bits = random_bits(7, 16, 0, 3, o_x, 0) if ROUNDING == "stochastic" else 0
+    b_bits = random_bits(WORD_OF_7, 16, 0, 3, o_x, 0) if ROUNDING == "stochastic" else 0
     tl.store(p_y + o_x, round_to(tl.load(p_x + o_x), FORMAT, ROUNDING, b_bits))
 
 
@@ -135,13 +136,13 @@ def test_the_patterns_hold_values_that_two_roundings_get_wrong():
 
 
 @triton.jit
-def _bits_kernel(p_tile, p_rows, seed, step, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _bits_kernel(p_tile, p_rows, word, step, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     o_row = 5 + tl.arange(0, ROWS)
     o_column = 900 + tl.arange(0, COLUMNS)
-    b_tile = random_bits(seed, 17, step, n, o_row[:, None], o_column[None, :])
+    b_tile = random_bits(word, 17, step, n, o_row[:, None], o_column[None, :])
     o_tile = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tl.store(p_tile + o_tile, b_tile.to(tl.int64))
-    tl.store(p_rows + tl.arange(0, ROWS), random_bits(3, 20, 0, n, o_row, 0).to(tl.int64))
+    tl.store(p_rows + tl.arange(0, ROWS), random_bits(WORD_OF_7, 20, 0, n, o_row, 0).to(tl.int64))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,9 +151,9 @@ def test_a_block_draws_the_bits_of_its_place(device):
     for seed in (0, 4_000_000_000):
         tile = torch.zeros(8, 32, dtype=torch.int64, device=device)
         by_row = torch.zeros(8, dtype=torch.int64, device=device)
-        run(_bits_kernel, 1, tile, by_row, seed, 64, 3, device=device, ROWS=8, COLUMNS=32)
+        run(_bits_kernel, 1, tile, by_row, word_at(seed), 64, 3, device=device, ROWS=8, COLUMNS=32)
         assert torch.equal(tile.cpu(), bits_at(seed, 17, 64, 3, rows[:, None], columns))
-        assert torch.equal(by_row.cpu(), bits_at(3, 20, 0, 3, rows, 0))
+        assert torch.equal(by_row.cpu(), bits_at(7, 20, 0, 3, rows, 0))
 
 
 @triton.jit

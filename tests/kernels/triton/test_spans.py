@@ -39,9 +39,18 @@ def language():
 
 def as_python(name, language, changed=()):
     """A span function of the kernels with another `tl`, and other names if asked for."""
-    code = getattr(spans, name).fn.__code__
-    names = tuple(dict(changed).get(name, name) for name in code.co_names)
-    return FunctionType(code.replace(co_names=names), {"tl": language}, name)
+    code, others = getattr(spans, name).fn.__code__, dict(changed)
+    names = tuple(others.get(name, name) for name in code.co_names)
+    span = FunctionType(code.replace(co_names=names), {"tl": language}, name)
+    given = code.co_varnames[: code.co_argcount]
+    if not others.keys() & set(given):
+        return span
+    # of an argument: the function is handed another one, or a constant of N
+    other = [others.get(x, x) for x in given]
+    other = [x if x in given else f"N.{x}" for x in other]
+    namespace = {"span": numba.njit(span)}
+    exec(f"def {name}({', '.join(given)}): return span({', '.join(other)})", namespace)
+    return namespace[name]
 
 
 @numba.njit
@@ -72,7 +81,7 @@ def add_keys(o_start, query_len, key_len, N, key_span, faults):
         begin, end = sees(query, query_len, key_len, N)
         if begin < end:
             low, high = min(low, begin), max(high, end)
-    first, stop = key_span(o_start, query_len, key_len, N)
+    first, stop = key_span(o_start, query_len, key_len, N.left, N.right, N)
     add_covered((first, stop), (low, high), N.block_k, o_start >= query_len, faults)
     return first, stop
 
@@ -84,7 +93,7 @@ def add_rows(o_start, query_len, key_len, N, row_span, faults):
         begin, end = sees(query, query_len, key_len, N)
         if max(begin, o_start) < min(end, o_start + N.block_k):
             low, high = min(low, query), max(high, query + 1)
-    span = row_span(o_start, query_len, key_len, N)
+    span = row_span(o_start, query_len, key_len, N.left, N.right, N)
     add_covered(span, (low, high), N.block_q, o_start >= key_len, faults)
 
 
@@ -96,7 +105,7 @@ def add_whole(o_start, query_len, key_len, N, whole_span, span, faults):
     for query in range(o_start, o_start + N.block_q):
         begin, end = sees(query, query_len, key_len, N)
         low, high = max(low, begin), min(high, end)
-    begin, end = whole_span(o_start, query_len, key_len, first, stop, N)
+    begin, end = whole_span(o_start, query_len, key_len, N.left, N.right, first, stop, N)
     blocks = 0
     for k_start in range(first, stop, N.block_k):
         is_inside = begin <= k_start < end
@@ -225,10 +234,8 @@ def largest_number(longest):
     for query_len, key_len, bounded in itertools.product(lengths, lengths, (False, True)):
         for left, right in itertools.product((0, key_len - 1), (0, query_len - 1)):
             for block_q, block_k in itertools.product((16, 256), (16, 256)):
-                sizes = Sizes(
-                    bounded, Watched(left), bounded, Watched(right), block_q, block_k, False, 4
-                )
-                lens = Watched(query_len), Watched(key_len)
+                sizes = Sizes(bounded, left, bounded, right, block_q, block_k, False, 4)
+                lens = tuple(map(Watched, (query_len, key_len, left, right)))
                 # a packed sequence may be far shorter than the longest, whose starts it gets
                 for o_start in (0, longest // block_q * block_q):
                     first, stop = key_span(Watched(o_start), *lens, sizes)
@@ -272,7 +279,7 @@ def test_only_a_bound_that_hides_nothing_is_left_out():
     q, k = torch.empty(1, 1, 5, 16), torch.empty(1, 1, 9, 16)
     for left, right in itertools.product(range(12), range(12)):
         mask = Mask(window=(left, right))
-        found = constants_of(q, k, k, mask=mask, scale=1.0, numerics=PROFILES["golden"])
+        found = constants_of(q, k, k, mask=mask, numerics=PROFILES["golden"])
         queries, keys = torch.arange(5)[:, None] + 4, torch.arange(9)[None]
         assert found.has_left == (left < 9)
         assert found.has_right == (right < 5)
