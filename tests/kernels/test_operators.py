@@ -166,6 +166,7 @@ def operator_arguments(engine, numerics, dtype, **masks):
     call = dict.fromkeys((*Call._fields[:TENSORS], "mask_mod", "left", "right")) | {"causal": True}
     plan = plan_to_text(engine, numerics and numerics.text, dtype)
     call |= {"dropout_p": 0.25, "dropout_seed": 2**40 + 1, "dropout_offset": 3}
+    call |= {"rounding": (1, 2**40, 3, 4, 1, 0, 4)}
     return Call(**call | {"softcap": 0.0, "scale": 0.3, "plan": plan} | masks)
 
 
