@@ -11,10 +11,11 @@ from attention_kernels.testing import (
     nan_filled,
     with_gradients,
 )
+from tests.sampling import others_long
 
-# the interpreter takes minutes over them; forward and backward at chosen dials are in every run
-pytestmark = pytest.mark.long
-
+# the interpreter takes minutes over them: every run has a few, which a mistake in any factor, rule
+# or order of the kernels shows in
+_LONG = pytest.mark.long
 SHAPE = Shape(2, 2, 1, 35, 50, 20)
 TILES = {"block_q": 16, "block_k": 16}
 DIALS = {
@@ -51,6 +52,7 @@ NARROW = {
     "each_operation_key_outer": ("peer_2510_04212", {"loop_order": "key_outer"}),
     "published_maximum": ("peer_2510_04212_stabilised", {"key_order": "reversed"}),
 }
+IN_EVERY_RUN = ("fa1", "fa3_fp8", "fa4", "beta")
 
 
 def masks(shape=SHAPE, dtype=torch.float64):
@@ -94,6 +96,7 @@ def assert_nearly_the_same_bits(found, expected):
 
 
 @pytest.mark.parametrize("mask", masks())
+@_LONG
 def test_in_fp64_the_kernels_are_the_golden_under_every_mask(mask):
     tensors, options = draw(), masks()[mask]
     expected = with_gradients(golden_attention, *tensors, **options)
@@ -103,6 +106,7 @@ def test_in_fp64_the_kernels_are_the_golden_under_every_mask(mask):
 
 @pytest.mark.parametrize("mask", ["full", "window", "bias"])
 @pytest.mark.parametrize("dial", DIALS)
+@_LONG
 def test_in_fp64_no_dial_moves_the_kernels_beyond_1e14(dial, mask):
     tensors, options = draw(), masks()[mask]
     expected = with_gradients(golden_attention, *tensors, **options)
@@ -110,7 +114,7 @@ def test_in_fp64_no_dial_moves_the_kernels_beyond_1e14(dial, mask):
         assert (value - expected[name]).norm() <= 1e-14 * expected[name].norm(), name
 
 
-@pytest.mark.parametrize("case", NARROW)
+@pytest.mark.parametrize("case", others_long(NARROW, IN_EVERY_RUN))
 def test_the_kernels_have_the_twins_bits_at_every_dial(case):
     profile, changes = NARROW[case]
     tensors = draw(dtype=torch.bfloat16)
@@ -121,6 +125,7 @@ def test_the_kernels_have_the_twins_bits_at_every_dial(case):
 
 @pytest.mark.parametrize("mask", masks())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@_LONG
 def test_the_kernels_have_the_twins_bits_under_every_mask(mask, dtype):
     tensors, options = draw(dtype=dtype), masks(dtype=dtype)[mask]
     found = run("triton", tensors, "fa2", options)
@@ -128,6 +133,7 @@ def test_the_kernels_have_the_twins_bits_under_every_mask(mask, dtype):
 
 
 @pytest.mark.parametrize("dot", ["tf32", "tf32x3"])
+@_LONG
 def test_the_kernels_split_fp32_operands_as_the_twin_does(dot):
     tensors = draw(dtype=torch.float32)
     found, twin = (run(engine, tensors, "fa2", dot=dot) for engine in ("triton", "twin"))
@@ -141,6 +147,7 @@ def test_the_kernels_split_fp32_operands_as_the_twin_does(dot):
 
 @pytest.mark.parametrize("profile", ["fa2", "stochastic"])
 @pytest.mark.parametrize("mask", ["causal", "window", "alibi", "softcap"])
+@_LONG
 def test_packed_sequences_have_the_twins_bits(mask, profile):
     q, k, v, dout = draw(Shape(1, 2, 1, 35, 50, 20), torch.bfloat16)
     packed = [x.squeeze(0).transpose(0, 1) for x in (q, k, v, dout)]
@@ -173,6 +180,7 @@ GRID = [
 
 
 @pytest.mark.parametrize(("lengths", "head_dim", "mask"), GRID, ids=str)
+@_LONG
 def test_the_kernels_pass_flash_attns_rule_on_its_grid(lengths, head_dim, mask):
     shape = Shape(2, 2, 1, *lengths, head_dim)
     dtype = torch.bfloat16 if head_dim % 3 else torch.float16
@@ -185,6 +193,7 @@ def test_the_kernels_pass_flash_attns_rule_on_its_grid(lengths, head_dim, mask):
         assert_within_budget(value, baseline[name], golden[name], factor, name)
 
 
+@_LONG
 def test_forward_and_backward_repeat_to_the_bit():
     tensors = draw(dtype=torch.bfloat16)
     first, second = (run("triton", tensors, "fa3_fp8", {"causal": True}) for _ in range(2))
@@ -192,6 +201,7 @@ def test_forward_and_backward_repeat_to_the_bit():
         assert torch.equal(first[name], second[name]), name
 
 
+@_LONG
 def test_swapping_the_sides_of_a_square_tile_is_the_identity():
     # The free control of arXiv 2405.02803's figure 6: the two numerics are one value.
     square = PROFILES["all_bf16"].with_(block_q=32, block_k=32)
