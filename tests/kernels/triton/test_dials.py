@@ -35,6 +35,7 @@ NARROW = {
     "fa2": ("fa2", {}),
     "fa3": ("fa3", {}),
     "fa4": ("fa4", {}),
+    "low_threshold": ("fa4", {"rescale_threshold": 1.0}),
     "fa3_fp8": ("fa3_fp8", {}),
     "per_tensor": ("fa3_fp8", {"scaling": "per_tensor", "incoherent": False}),
     "stochastic_fp8": ("fa3_fp8", {"rounding": "stochastic", "seed": 3}),
@@ -52,7 +53,7 @@ NARROW = {
     "each_operation_key_outer": ("peer_2510_04212", {"loop_order": "key_outer"}),
     "published_maximum": ("peer_2510_04212_stabilised", {"key_order": "reversed"}),
 }
-IN_EVERY_RUN = ("fa1", "fa3_fp8", "fa4", "beta")
+IN_EVERY_RUN = ("fa1", "fa3_fp8", "low_threshold", "beta")
 
 
 def masks(shape=SHAPE, dtype=torch.float64):
