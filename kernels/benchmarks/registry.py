@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.points import FIELDS
+from attention_kernels.profiles import PROFILES
 from attention_kernels.testing import Shape, make_qkv
 
 __all__ = [
@@ -42,11 +43,13 @@ GPU_SHAPES = [
 ]
 DIAL_SHAPES = {"cpu": square(2, 4, 512, 64), "cuda": square(4, 16, 4096, 128)}
 
+_POINTS = [name for name, value in PROFILES["all_bf16"].to_dict().items() if value == "bf16"]
 _E4M3 = {"operands": "e4m3", "probabilities": "e4m3"}
 
 DIALS: dict[str, dict[str, Any]] = {
     **{f"{point} bf16": {point: "bf16"} for point in FIELDS},
-    "all points bf16": dict.fromkeys(FIELDS, "bf16"),
+    "all points bf16": dict.fromkeys(_POINTS, "bf16"),
+    "each operation bf16": dict.fromkeys(FIELDS, "bf16"),
     "all points fp64": dict.fromkeys(FIELDS, "fp64"),
     "rounding toward_zero": {"rounding": "toward_zero"},
     "rounding stochastic": {"rounding": "stochastic"},
@@ -54,6 +57,9 @@ DIALS: dict[str, dict[str, Any]] = {
     "exp exp2_polynomial": {"exp": "exp2_polynomial"},
     "rescale_threshold 8": {"rescale_threshold": 8.0},
     "repeated_max_beta 7": {"repeated_max_beta": 7.0},
+    "near ties": {"repeated_max_beta": 7.0, "repeated_max_tolerance": 1e-3},
+    "published beta 7": {"repeated_max_beta": 7.0, "repeated_max_rule": "published"},
+    "gradient_scale": {"gradient_scale": "probabilities"},
     "block_q 128": {"block_q": 128},
     "block_k 128": {"block_k": 128},
     "loop_order key_outer": {"loop_order": "key_outer"},
