@@ -55,6 +55,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python kernels/benchmarks/run.py --json kernels/benchmarks/results/cpu.json
+	PYTHONPATH=kernels $(BIN)/python kernels/benchmarks/static.py --json kernels/benchmarks/results/static.json
 	$(BIN)/python benchmarks/metrics.py
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/probe.py

@@ -72,7 +72,7 @@ def assert_agrees(found, tensors):
         # a ULP of BF16 at the RMS of the tensor
         ulp = 2.0 ** (math.floor(math.log2(theirs.square().mean().sqrt().item())) - 7)
         apart = (ours - theirs).abs() / ulp
-        # Where the order of additions in a product crosses a tie, a partial sum of dq moves by a ULP
+        # Where the order of additions in a product crosses a tie a partial sum of dq moves by a ULP
         # of its own, which is larger: one value by 4 where this was measured. The room is for the
         # orders of other CPUs.
         most, beyond = (16, 4) if name == "dq" else (1, 0)

@@ -16,6 +16,7 @@ from attention_kernels import PROFILES
 from attention_kernels.masks import Mask
 from attention_kernels.rounding_key import draws_of
 from attention_kernels.triton import launch as triton_launch
+from attention_kernels.triton.ahead import KERNELS, signature_of
 from attention_kernels.triton.arguments import (
     Factors,
     constants_of,
@@ -24,7 +25,7 @@ from attention_kernels.triton.arguments import (
 from attention_kernels.triton.backward import dbias_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 from tests.kernels.triton.address_lint import ttir_of, wrapping_products
-from tests.kernels.triton.test_compile import FA2, FULL, KERNELS, MASKS, signature_of
+from tests.kernels.triton.test_compile import FA2, FULL, MASKS
 
 BATCHES, HEADS, ROWS, DIM = 3, 3, 4, 16
 FAR = 2**30

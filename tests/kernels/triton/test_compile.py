@@ -13,44 +13,27 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.compiler import compile as compile_kernel
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from attention_kernels import PROFILES
-from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.mask_mod import MaskMod
 from attention_kernels.masks import Mask
 from attention_kernels.profiles import fast_path
 from attention_kernels.triton import launch as triton_launch
-from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
-from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
-from attention_kernels.triton.forward import forward_kernel, merge_kernel
+from attention_kernels.triton.ahead import KERNELS, SHARED_MEMORY, compile_ahead, machine_code
+from attention_kernels.triton.arguments import constants_of
+from attention_kernels.triton.forward import forward_kernel
 
-KERNELS = {
-    k.__name__: k for k in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel, dbias_kernel)
-}
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ARCHS = [
     pytest.param(arch, id=f"sm_{arch}", marks=() if arch == 90 else pytest.mark.long)
     for arch in SHARED_MEMORY
 ]
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-}
 FA2 = PROFILES["fa2"]
 SMALL = {"block_q": 16, "block_k": 16}
 FAST = {f"bf16-d{d}": (fast_path(d), torch.bfloat16, d) for d in (64, 128, 256)}
@@ -122,90 +105,6 @@ def cases(arch):
     return {f"{name}-{mask}": (*case, MASKS[mask]) for (name, mask), case in chosen.items()}
 
 
-def signature_of(kernel, numerics, dtype, mask):
-    """Types of the arguments as `launch` gives them, and which are constants."""
-    work = numerics.work_dtype()
-    container = format_named(numerics.forward.operands)
-    wide = work == torch.float64 or not container.fits(FORMATS["bf16"])
-    held = POINTERS[dtype] if dtype != torch.float64 or wide else POINTERS[work]
-    factor = POINTERS[work] if numerics.scaling.scaling != "none" else "constexpr"
-    has = {
-        "padding": ("*u8", mask.key_padding),
-        "visible": ("*u8", mask.visible),
-        "bias": ("*fp32", mask.bias),
-        "table": ("*i32", mask.mask_mod),
-        "tiles": ("*u8", mask.mask_mod),
-        "slopes": ("*fp32", mask.alibi_slopes),
-        "sinks": ("*fp32", mask.sinks),
-        "cu_q": ("*i32", mask.cu_seqlens_q),
-        "cu_k": ("*i32", mask.cu_seqlens_k),
-    }
-    masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
-    masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "table", "bias")}
-    kind = ("fp32",) * 4 if work == torch.float64 else "fp32"
-    whole = [("fp32",) * 2] * (len(Scalars._fields) - 3)
-    masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(kind, kind, kind, *whole))
-    groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        name = parameter.name
-        if name in groups:
-            signature[name] = groups[name]
-            for at, kind in enumerate(groups[name]):
-                if kind == "constexpr":
-                    constants[(index, at)] = None
-        elif parameter.is_constexpr:
-            signature[name] = "constexpr"
-        elif name.endswith("strides"):
-            signature[name] = ("i32", "i32", "i32", "constexpr")
-            constants[(index, 3)] = 1
-            attributes |= {(index, axis): [["tt.divisibility", 16]] for axis in range(3)}
-        elif name.startswith("p_"):
-            operand = name in ("p_q", "p_k", "p_v", "p_dout")
-            signature[name] = held if operand else POINTERS[work]
-            attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-    return signature, constants, attributes
-
-
-def compile_one(kernel, arch, numerics, dtype, head_dim, mask):
-    """Compile as `launch` would for contiguous tensors; fewer stages if they do not fit."""
-    resolved = numerics.resolve(dtype)
-    sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
-    options = {"numerics": resolved, "bias_trained": kernel is dbias_kernel}
-    values = constants_of(q, q, v, mask=mask, **options)
-    signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
-    constants[(len(kernel.params) - 1,)] = values
-    options = triton_launch.compile_options(kernel, values, numerics.arithmetic.fp_fusion)
-    for stages in (2, 1):
-        compiled = compile_kernel(
-            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
-            target=GPUTarget("cuda", arch, 32),
-            options={**options, "num_stages": stages},
-        )
-        if compiled.metadata.shared <= SHARED_MEMORY[arch]:
-            break
-    return compiled
-
-
-def resources(cubin):
-    """Registers of the one kernel in a cubin, and its loads and stores of spilled ones."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        done = subprocess.run(
-            [tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True
-        )
-        code = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True)
-    registers = re.search(r"\bREG:(\d+)", done.stdout)
-    assert registers, done.stdout
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", code.stdout))
-    return {"registers": int(registers[1]), "spills": spills}
-
-
 def report(arch: int, only: str = "") -> dict[str, dict[str, int]]:
     """What the machine code of every kernel and case holds; `only` is a regex of case names."""
     patterns = {
@@ -223,11 +122,13 @@ def report(arch: int, only: str = "") -> dict[str, dict[str, int]]:
                 continue
             if (name != "dbias_kernel" and case.startswith("trained")) or not re.search(only, case):
                 continue
-            compiled = compile_one(kernel, arch, numerics, dtype, head_dim, mask)
+            compiled = compile_ahead(kernel, arch, numerics, dtype, head_dim, mask)
             ptx = compiled.asm["ptx"]
             counts = {key: len(re.findall(pattern, ptx)) for key, pattern in patterns.items()}
             counts["shared"] = compiled.metadata.shared
-            found[f"{case}-{name}"] = counts | resources(compiled.asm["cubin"])
+            code = machine_code(compiled)
+            counts |= {"registers": code.registers, "spills": code.spills}
+            found[f"{case}-{name}"] = counts
     return found
 
 

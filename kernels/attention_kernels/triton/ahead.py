@@ -1,0 +1,172 @@
+"""Compiles the kernels as a launch would, for a chip that is not at hand, and reads what came out.
+
+Triton needs no GPU to compile. The tests hold what the machine code takes (registers, shared
+memory, spills), and `benchmarks/static.py` estimates from its loops how fast it would be. A failed
+assertion inside Triton's passes ends the process: compile what may not compile in a child process.
+Leaves out launches (`launch`).
+"""
+
+# The tuples of arguments hold types of Triton's in the place of tensors.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from attention_kernels.formats import FORMATS, format_named
+from attention_kernels.masks import Mask
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
+from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
+from attention_kernels.triton.forward import forward_kernel, merge_kernel
+from attention_kernels.triton.launch import compile_options
+
+__all__ = [
+    "KERNELS",
+    "SHARED_MEMORY",
+    "MachineCode",
+    "compile_ahead",
+    "machine_code",
+    "signature_of",
+]
+
+KERNELS: dict[str, Any] = {
+    kernel.__name__: kernel
+    for kernel in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel, dbias_kernel)
+}
+"""Every kernel by its name."""
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that a program may have, by compute capability."""
+
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+class MachineCode(NamedTuple):
+    """What a compiled kernel takes of a chip, and its instructions as cuobjdump prints them."""
+
+    registers: int
+    """Of a thread."""
+    spills: int
+    """Instructions that load or store a spilled register."""
+    sass: str
+
+
+def signature_of(
+    kernel: Any, numerics: FlashNumerics, dtype: torch.dtype, mask: Mask
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Return the types of a kernel's arguments as `launch` gives them, constants and attributes.
+
+    For contiguous tensors of `dtype`; `numerics` is resolved. Both mappings are by the argument's
+    place, as Triton wants them.
+    """
+    work = numerics.work_dtype()
+    container = format_named(numerics.forward.operands)
+    wide = work == torch.float64 or not container.fits(FORMATS["bf16"])
+    held = _POINTERS[dtype] if dtype != torch.float64 or wide else _POINTERS[work]
+    factor = _POINTERS[work] if numerics.scaling.scaling != "none" else "constexpr"
+    has = {
+        "padding": ("*u8", mask.key_padding),
+        "visible": ("*u8", mask.visible),
+        "bias": ("*fp32", mask.bias),
+        "table": ("*i32", mask.mask_mod),
+        "tiles": ("*u8", mask.mask_mod),
+        "slopes": ("*fp32", mask.alibi_slopes),
+        "sinks": ("*fp32", mask.sinks),
+        "cu_q": ("*i32", mask.cu_seqlens_q),
+        "cu_k": ("*i32", mask.cu_seqlens_k),
+    }
+    masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
+    masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "table", "bias")}
+    kind = ("fp32",) * 4 if work == torch.float64 else "fp32"
+    whole = [("fp32",) * 2] * (len(Scalars._fields) - 3)
+    masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(kind, kind, kind, *whole))
+    groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    for index, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if name in groups:
+            signature[name] = groups[name]
+            for at, kind in enumerate(groups[name]):
+                if kind == "constexpr":
+                    constants[(index, at)] = None
+        elif parameter.is_constexpr:
+            signature[name] = "constexpr"
+        elif name.endswith("strides"):
+            signature[name] = ("i32", "i32", "i32", "constexpr")
+            constants[(index, 3)] = 1
+            attributes |= {(index, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        elif name.startswith("p_"):
+            operand = name in ("p_q", "p_k", "p_v", "p_dout")
+            signature[name] = held if operand else _POINTERS[work]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+    return signature, constants, attributes
+
+
+def compile_ahead(
+    kernel: Any,
+    arch: int,
+    numerics: FlashNumerics,
+    dtype: torch.dtype,
+    head_dim: int | tuple[int, int],
+    mask: Mask | None = None,
+) -> Any:
+    """Return a kernel compiled for compute capability `arch`, as 90; fewer stages if it must.
+
+    `head_dim` is that of q and k, and that of v where there are two. What comes back is Triton's
+    compiled kernel, whose `metadata.shared` may still be more than the chip has.
+    """
+    mask = mask or Mask()
+    resolved = numerics.resolve(dtype)
+    sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+    q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
+    values = constants_of(
+        q, q, v, mask=mask, numerics=resolved, bias_trained=kernel is dbias_kernel
+    )
+    signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
+    constants[(len(kernel.params) - 1,)] = values
+    options = compile_options(kernel, values, numerics.arithmetic.fp_fusion)
+    compiled = None
+    for stages in (2, 1):
+        compiled = compile_kernel(
+            ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+            target=GPUTarget("cuda", arch, 32),
+            options={**options, "num_stages": stages},
+        )
+        if compiled.metadata.shared <= SHARED_MEMORY[arch]:
+            break
+    return compiled
+
+
+def machine_code(compiled: Any) -> MachineCode:
+    """Return what the machine code of a compiled kernel takes, by cuobjdump of Triton's package."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage, sass = (
+            subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    registers = re.search(r"\bREG:(\d+)", usage)
+    if registers is None:
+        raise ValueError(f"machine_code: cuobjdump must say the registers, says {usage!r}")
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", sass))
+    return MachineCode(registers=int(registers[1]), spills=spills, sass=sass)

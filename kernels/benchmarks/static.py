@@ -1,0 +1,192 @@
+"""Estimates from machine code what a GPU that is not at hand would do: our kernels beside peers.
+
+    PYTHONPATH=kernels python kernels/benchmarks/static.py [--json PATH]
+
+Compiles the kernels of `fast_path` for sm_90, with no GPU, reads the loop in which each multiplies
+without a mask (`sass`), and prints what a warp issues in a turn and how many TFLOPS an H100 would
+reach if nothing but its pipes held it up. The estimate lets the tensor cores and the busiest other
+pipe of a warp take turns; in brackets they overlap perfectly. Peers' rows are frozen, as measured
+in the same way with Triton 3.7.1 (`PEERS`).
+
+What it is worth: the order of kernels rather than their speed. Memory, barriers, launches, the ends
+of rows and masked blocks are left out; the tutorial's kernel is some 16 % faster than estimated.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from sass import Loop, loops_of
+
+from attention_kernels.numerics import FlashNumerics
+from attention_kernels.profiles import fast_path
+from attention_kernels.triton.ahead import KERNELS, compile_ahead, machine_code
+
+__all__ = ["PEERS", "Compiled", "estimate"]
+
+PEAK = 865.0
+"""TFLOPS that a product alone reaches on an H100 at its sustained clock."""
+_PRODUCTS = {"forward": 2, "backward": 5}
+"""Products of a tile's size that the direction needs; what is computed twice counts once."""
+_REGISTERS, _SHARED, _WARPS = 65536, 227 * 1024, 64
+"""Of a multiprocessor of sm_90."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A row of another kernel, read from its own machine code."""
+
+    name: str
+    tile: str
+    instructions: int
+    ex2: int
+    tflops: float
+    overlapped: float | None = None
+
+
+PEERS = {
+    ("forward", 64): [
+        Peer(name="Triton tutorial 06, TMA", tile="128x64 / 4", instructions=517, ex2=68,
+             tflops=419, overlapped=814),
+        Peer(name="FlexAttention, Inductor", tile="128x128 / 8", instructions=601, ex2=66,
+             tflops=398, overlapped=737),
+    ],
+    ("forward", 128): [
+        Peer(name="Triton tutorial 06", tile="128x128 / 8", instructions=493, ex2=66, tflops=571),
+        Peer(name="FlexAttention, Inductor", tile="128x64 / 8", instructions=428, ex2=34,
+             tflops=471),
+    ],
+    ("backward", 64): [
+        Peer(name="Triton tutorial 06", tile="128x32 / 4", instructions=268 + 231, ex2=16 + 32,
+             tflops=318, overlapped=481),
+    ],
+}  # fmt: skip
+"""By direction and head_dim, with Triton 3.7.1 and BF16. The tutorial's backward: two loops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A kernel in machine code: the loop without a mask, and what a program of it takes."""
+
+    kernel: str
+    tile: str
+    loop: Loop
+    warps: int
+    registers: int
+    shared: int
+    spills: int
+
+    @property
+    def programs(self) -> int:
+        """How many programs fit a multiprocessor of sm_90 at once."""
+        registers = -(-self.registers // 8) * 8 * 32 * self.warps
+        by_shared = _SHARED // (self.shared + 1024)  # the system keeps 1 KiB of each
+        return min(_REGISTERS // registers, by_shared, _WARPS // self.warps, 32)
+
+    def cycles(self, *, overlapped: bool = False) -> float:
+        """Cycles of a multiprocessor for one tile: warp groups share it, four warps go at once."""
+        loop, groups = self.loop, self.warps // 4
+        each = max(loop.tensor, loop.busiest) if overlapped else loop.tensor + loop.busiest
+        return groups * each
+
+
+def estimate(
+    direction: str, kernels: Sequence[Compiled], tile: tuple[int, int, int], *, overlapped: bool
+) -> float:
+    """Return TFLOPS of a direction whose `kernels` each go over tiles of (rows, keys, head_dim)."""
+    rows, keys, head_dim = tile
+    useful = _PRODUCTS[direction] * rows * keys * head_dim / 2048
+    return PEAK * useful / sum(kernel.cycles(overlapped=overlapped) for kernel in kernels)
+
+
+def read(kernel: str, numerics: FlashNumerics, head_dim: int, arch: int = 90) -> Compiled:
+    """Compile a kernel of BF16 attention for a chip, and read its loop without a mask.
+
+    That is the one of the fewest instructions: the others test a mask too. ValueError where no
+    loop multiplies on tensor cores.
+    """
+    found = compile_ahead(KERNELS[kernel], arch, numerics, torch.bfloat16, head_dim)
+    code = machine_code(found)
+    loops = loops_of(code.sass)
+    if not loops:
+        raise ValueError(f"static: {kernel} must multiply on tensor cores in a loop, has none")
+    tiling, warps = numerics.tiling, found.metadata.num_warps
+    return Compiled(
+        kernel=kernel,
+        tile=f"{tiling.block_q}x{tiling.block_k} / {warps}",
+        loop=min(loops, key=lambda loop: loop.instructions),
+        warps=warps,
+        shared=found.metadata.shared,
+        registers=code.registers,
+        spills=code.spills,
+    )
+
+
+def rows_of(head_dim: int) -> list[dict]:
+    """Return what is printed of one head_dim: ours by direction, with peers beside."""
+    numerics = fast_path(head_dim)
+    tile = numerics.tiling.block_q, numerics.tiling.block_k, head_dim
+    rows = []
+    for direction, names in (("forward", ["forward"]), ("backward", ["dq", "dkv"])):
+        kernels = [read(f"{name}_kernel", numerics, head_dim) for name in names]
+        rows.append(
+            {
+                "direction": direction,
+                "head_dim": head_dim,
+                "kernels": [asdict(each) | {"programs": each.programs} for each in kernels],
+                "tflops": estimate(direction, kernels, tile, overlapped=False),
+                "overlapped": estimate(direction, kernels, tile, overlapped=True),
+                "peers": [asdict(peer) for peer in PEERS.get((direction, head_dim), [])],
+            }
+        )
+    return rows
+
+
+def show(row: dict) -> str:
+    """Return the lines of one direction and head_dim, at most 80 columns wide."""
+    lines = [f"{row['direction']}, head_dim {row['head_dim']}"]
+    for each in row["kernels"]:
+        loop = each["loop"]
+        fp32 = "/".join(str(loop["fp32"][name]) for name in ("FMUL", "FADD", "FFMA"))
+        lines.append(
+            f"  {each['kernel']:15} {each['tile']:12} {loop['instructions']:5} "
+            f"{loop['ex2']:4} {fp32:>12} {loop['tensor']:6.0f} {each['programs']:4} "
+            f"{each['spills']:6}"
+        )
+    lines.append(f"  ours: {row['tflops']:.0f} ({row['overlapped']:.0f}) TFLOPS by the model")
+    for peer in row["peers"]:
+        over = f" ({peer['overlapped']:.0f})" if peer["overlapped"] else ""
+        lines.append(
+            f"  {peer['name']}, {peer['tile']}: {peer['tflops']:.0f}{over}; ours is at "
+            f"{row['tflops'] / peer['tflops']:.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run it and return the exit code."""
+    parser = argparse.ArgumentParser(description="What compiled kernels would do on an H100")
+    parser.add_argument("--json", type=Path, help="write what is printed, with versions")
+    options = parser.parse_args()
+    print(f"sm_90, BF16, not causal; Triton {triton.__version__}; a warp, one turn of the loop:")
+    print(f"  {'kernel':15} {'tile / warps':12} instr  EX2 FMUL/ADD/FMA tensor fit spills")
+    rows = []
+    for head_dim in (64, 128, 256):
+        for row in rows_of(head_dim):
+            print(show(row), flush=True)
+            rows.append(row)
+    if options.json:
+        versions = {"triton": triton.__version__, "torch": torch.__version__}
+        content = {"versions": versions, "machine": platform.machine(), "rows": rows}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Machine code is read as it is, and the model gives the figures that were published of others."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import triton
+
+from attention_kernels.profiles import fast_path
+from tests.sampling import others_long
+
+FOLDER = Path(__file__).parents[2] / "kernels/benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(FOLDER))
+    yield types.SimpleNamespace(**{name: __import__(name) for name in ("sass", "static")})
+    sys.path.remove(str(FOLDER))
+
+
+def sass(*lines):
+    """The lines as cuobjdump prints them, 16 bytes each, with the encoding behind."""
+    return "\n".join(
+        f"        /*{16 * at:04x}*/   {line} ;   /* 0x0000004fff067819 */\n"
+        "                                  /* 0x000fe40000000000 */"
+        for at, line in enumerate(lines)
+    )
+
+
+FORWARD = sass(
+    "LDC R1, c[0x0][0x28]",
+    "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ, !UPT",
+    "@P0 BRA 0x10",  # a loop of its own: the first product again
+    "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0",
+    "MUFU.EX2 R3, R4",
+    "MUFU.LG2 R3, R4",
+    "FMUL R1, R2, R3",
+    "FFMA.FTZ R1, R2, R3, R4",
+    "@!P1 FADD R1, R2, R3",
+    "FMNMX R1, R2, R3, !PT",
+    "ISETP.GE.AND P0, PT, R1, R2, PT",
+    "STL [R1], R4",
+    "NOP",
+    "@!UP0 BRA 0x30",
+    "BRA 0xe0",  # where a program ends, it jumps onto itself
+)
+
+
+def test_each_loop_is_read_apart_with_what_is_in_it(bench):
+    first, second = bench.sass.loops_of(FORWARD)
+    assert (first.instructions, first.products, first.tensor) == (2, {"64x64x16": 1}, 32)
+    assert second.products == {"64x128x16": 1}
+    assert second.tensor == 64
+    assert second.instructions == 10, "all but NOP, with the branch"
+    assert (second.ex2, second.special, second.integer, second.spills) == (1, 2, 2, 1)
+    assert second.fp32 == {"FADD": 1, "FFMA": 1, "FMUL": 1}
+    assert second.busiest == 16, "two MUFU of 8 cycles"
+
+
+def test_of_nested_loops_the_inner_one_counts(bench):
+    code = sass("FADD R1, R1, R1", "HMMA.16816.F32.BF16 R4, R4, R6, R8", "BRA 0x10", "BRA 0x0")
+    (loop,) = bench.sass.loops_of(code)
+    assert (loop.instructions, loop.products) == (2, {"16x8x16": 1})
+    assert loop.tensor == 9
+
+
+def test_what_is_no_machine_code_is_refused(bench):
+    with pytest.raises(ValueError, match="what cuobjdump -sass prints"):
+        bench.sass.loops_of("no such file")
+    assert bench.sass.loops_of(sass("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ", "EXIT")) == []
+
+
+def compiled(bench, *, instructions, ex2, products, warps=4, registers=128, shared=49152):
+    """A kernel with such a loop; its tensor cycles are read from made-up machine code."""
+    names = {shape: "HGMMA" if "x" in shape else "HMMA" for shape in products}
+    lines = [f"{names[x]}.{x}.F32.BF16 R1" for x, n in products.items() for _ in range(n)]
+    lines += ["MUFU.EX2 R1, R2"] * ex2
+    lines += ["MOV R1, R2"] * (instructions - len(lines) - 1)
+    (loop,) = bench.sass.loops_of(sass(*lines, "BRA 0x0"))
+    assert loop.instructions == instructions
+    return bench.static.Compiled(
+        kernel="k", tile="", loop=loop, warps=warps, registers=registers, shared=shared, spills=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "kernel", "expected"),
+    [
+        # of the same loops, read by others: see `PEERS` for where
+        (64, 128, {"instructions": 517, "ex2": 68, "products": {"64x64x16": 16}}, (419, 814)),
+        (64, 64, {"instructions": 617, "ex2": 34, "products": {"64x64x16": 8}}, (254, 359)),
+        (64, 64, {"instructions": 377, "ex2": 34, "products": {"64x64x16": 8}}, (350, 587)),
+        (
+            128,
+            64,
+            {"instructions": 666, "ex2": 34, "products": {"64x64x16": 8, "64x128x16": 4}},
+            (376, None),
+        ),
+        (256, 32, {"instructions": 747, "ex2": 20, "products": {"16816": 128}}, (233, 384)),
+    ],
+)
+def test_the_model_gives_the_forward_figures_known(bench, head_dim, rows, kernel, expected):
+    kernels = [compiled(bench, **kernel)]
+    found = [
+        bench.static.estimate("forward", kernels, (rows, 64, head_dim), overlapped=overlapped)
+        for overlapped in (False, True)
+    ]
+    for value, figure in zip(found, expected, strict=True):
+        assert figure is None or round(value) == pytest.approx(figure, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dq", "dkv", "expected"),
+    [
+        (64, (714, {"64x64x16": 12}), (885, {"64x32x16": 24}), (138, 223)),
+        (
+            128,
+            (830, {"64x64x16": 16, "64x128x16": 4}),
+            (994, {"64x32x16": 32, "64x64x16": 8}),
+            (197, 385),
+        ),
+    ],
+)
+def test_the_model_gives_the_backward_figures_known(bench, head_dim, dq, dkv, expected):
+    kernels = [
+        compiled(bench, instructions=dq[0], ex2=32, products=dq[1]),
+        # two warp groups that each compute everything: their time adds up, the work does not
+        compiled(bench, instructions=dkv[0], ex2=32, products=dkv[1], warps=8),
+    ]
+    found = [
+        bench.static.estimate("backward", kernels, (64, 64, head_dim), overlapped=overlapped)
+        for overlapped in (False, True)
+    ]
+    assert [round(value) for value in found] == pytest.approx(expected, abs=1)
+
+
+# by version of Triton, of the loop without a mask: most instructions and most EX2 a turn
+BUDGETS = {
+    "3.7.1": {
+        ("forward_kernel", 64): (620, 34),
+        ("dq_kernel", 64): (660, 32),
+        ("dkv_kernel", 64): (745, 32),
+        ("forward_kernel", 128): (670, 34),
+        ("dq_kernel", 128): (770, 32),
+        ("dkv_kernel", 128): (850, 32),
+    }
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "head_dim"),
+    others_long(BUDGETS["3.7.1"], [("forward_kernel", 64), ("dkv_kernel", 64)]),
+)
+def test_the_fast_path_keeps_its_budget(bench, kernel, head_dim):
+    budgets = BUDGETS.get(triton.__version__)
+    if budgets is None:
+        pytest.skip(f"no budgets were measured with Triton {triton.__version__}")
+    found = bench.static.read(kernel, fast_path(head_dim), head_dim)
+    instructions, ex2 = budgets[kernel, head_dim]
+    assert found.loop.instructions <= instructions
+    # a score takes one, and a row two for its rescale factor
+    assert found.loop.ex2 <= ex2
+    assert found.spills == 0
+    assert all(shape.startswith("64x") for shape in found.loop.products), "not all is wgmma"
+    assert found.programs >= 1
+
+
+def test_programs_fit_by_registers_shared_memory_and_warps(bench):
+    def fit(**kernel):
+        return compiled(bench, instructions=9, ex2=1, products={"64x64x16": 1}, **kernel).programs
+
+    assert fit(registers=128, shared=40960) == 4
+    assert fit(registers=148, shared=40960) == 3
+    assert fit(registers=255, shared=0) == 2
+    assert fit(registers=32, shared=0, warps=8) == 8
+    assert fit(registers=32, shared=227 * 1024 - 1024) == 1
