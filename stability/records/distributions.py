@@ -34,6 +34,7 @@ DEPENDENCIES = (
     "lightning",
     "markupsafe",
     "matplotlib",
+    "ml_dtypes",
     "numba",
     "numpy",
     "orjson",

@@ -305,11 +305,12 @@ def random_bits(word, POINT, step, n, o_row, o_col):
 @triton.jit
 def fold(b_state, coordinate):
     """Return a hash with one coordinate more, uint32; both may be blocks."""
-    return _mix(_word(b_state) ^ _mix(_word(coordinate)))
+    return _mix(to_word(b_state) ^ _mix(to_word(coordinate)))
 
 
 @triton.jit
-def _word(x):
+def to_word(x):
+    """Return integers as uint32 words, of the same bits."""
     return tl.cast(x, tl.uint32)
 
 

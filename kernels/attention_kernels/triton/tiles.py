@@ -19,6 +19,7 @@ from attention_kernels.triton.rounding import (
     random_bits,
     round_to,
     tanh,
+    to_word,
     to_work,
     whole,
     widen_index,
@@ -76,7 +77,7 @@ def kept(masks, o_batch, o_head, o_q, o_k, N: tl.constexpr):
     m_kept = 1
     if N.has_dropout:
         head = fold(fold(whole(masks.scalars.dropout), o_batch), o_head)
-        m_kept = fold(fold(head, o_q), o_k) >= whole(masks.scalars.dropped_below).to(tl.uint32)
+        m_kept = fold(fold(head, o_q), o_k) >= to_word(whole(masks.scalars.dropped_below))
     return m_kept
 
 
