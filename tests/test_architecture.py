@@ -70,6 +70,12 @@ def test_every_file_is_short_named_by_its_subject_and_opens_with_a_docstring():
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_file_of_tests_is_short():
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py")}
+    assert lengths
+    assert not {path.name: lines for path, lines in lengths.items() if lines > LONGEST}
+
+
 def _problems(path: Path) -> list[str]:
     text = path.read_text()
     lines = len(text.splitlines())
