@@ -65,6 +65,10 @@ class Softmax:
 
     exp: str = "exact"
     """`exact` e**x; `exp2` 2**(x log2 e); `exp2_polynomial` the same by a cubic polynomial."""
+    fold_scale: bool = False
+    """Compute the power of two's exponent as one fused multiply-add of the unscaled score s and the
+    largest so far, fma(s, scale log2 e, -m scale log2 e), as FlashAttention's CUDA code has it
+    (`score_units`); needs an `exp` that is one of 2."""
     rescale_threshold: float = 0.0
     """The running max follows a new one only when that exceeds it by more than this, in log2."""
     repeated_max_beta: float = 1.0
@@ -77,6 +81,12 @@ class Softmax:
 
     def __post_init__(self) -> None:
         _check_choice(self, "exp", EXPS)
+        _check_flag(self, "fold_scale")
+        if self.fold_scale and self.exp == "exact":
+            raise ValueError(
+                "Softmax: fold_scale must be false with exp 'exact', got True; a scale is folded "
+                "into the exponent of a power of two, use exp 'exp2'"
+            )
         _check_number(self, "rescale_threshold", low=0.0)
         _check_number(self, "repeated_max_beta", low=1.0)
         _check_number(self, "repeated_max_tolerance", low=0.0)

@@ -216,7 +216,7 @@ def flash_backward(
     options = {"scale": call.scale, "numerics": numerics, "draws": _draws(call, numerics)}
     with ieee_arithmetic(q.device):
         *gradients, dsinks, dbias = run(
-            *(dout, q, k, v, out.to(lse.dtype), lse),
+            *(dout, q, k, v, out, lse),
             mask=call.mask(),
             bias_trained=bias_trained,
             **options,

@@ -30,9 +30,10 @@ def _every_point(name: str, *, each_operation: bool = False) -> FlashNumerics:
     return FlashNumerics().with_(**dict.fromkeys(chosen, name))
 
 
-_FA2 = FlashNumerics()
-# keys from the last block on, and exp2, as FlashAttention-3's code has them
-_FA3 = _FA2.with_(exp="exp2", key_order="reversed", block_q=128, block_k=128)
+# exp2 of one fused multiply-add of the unscaled score, as the code of FlashAttention-2 and 3 has it
+_FA2 = FlashNumerics().with_(exp="exp2", fold_scale=True)
+# and keys from the last block on
+_FA3 = _FA2.with_(key_order="reversed", block_q=128, block_k=128)
 _FP8 = {"operands": "e4m3", "probabilities": "e4m3", "output": "bf16", "ds": "bf16"}
 # the code published with arXiv 2510.04212: PyTorch operations on BF16 tensors
 _PEER = _every_point("bf16", each_operation=True).with_(gradient_scale="probabilities")

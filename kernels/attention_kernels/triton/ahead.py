@@ -27,7 +27,7 @@ from attention_kernels.numerics import FlashNumerics
 from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
-from attention_kernels.triton.launch import compile_options
+from attention_kernels.triton.launch import STAGES, warps_of
 
 __all__ = [
     "KERNELS",
@@ -92,8 +92,8 @@ def signature_of(
     masks = {name: kind if x is not None else "constexpr" for name, (kind, x) in has.items()}
     masks |= {f"{name}_strides": ("i32",) * 4 for name in ("padding", "visible", "table", "bias")}
     kind = ("fp32",) * 4 if work == torch.float64 else "fp32"
-    whole = [("fp32",) * 2] * (len(Scalars._fields) - 3)
-    masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(kind, kind, kind, *whole))
+    whole = [("fp32",) * 2] * (len(Scalars._fields) - 4)
+    masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(*[kind] * 4, *whole))
     groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -138,13 +138,22 @@ def compile_ahead(
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
     q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
     values = constants_of(
-        q, q, v, mask=mask, numerics=resolved, bias_trained=kernel is dbias_kernel
+        q,
+        q,
+        v,
+        mask=mask,
+        scale=sizes[0] ** -0.5,
+        numerics=resolved,
+        bias_trained=kernel is dbias_kernel,
     )
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
     constants[(len(kernel.params) - 1,)] = values
-    options = compile_options(kernel, values, numerics.arithmetic.fp_fusion)
+    options = {
+        "num_warps": warps_of(kernel, values),
+        "enable_fp_fusion": numerics.arithmetic.fp_fusion,
+    }
     compiled = None
-    for stages in (2, 1):
+    for stages in STAGES:
         compiled = compile_kernel(
             ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
             target=GPUTarget("cuda", arch, 32),

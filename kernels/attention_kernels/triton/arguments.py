@@ -30,6 +30,7 @@ from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
 from attention_kernels.points import POINTS, UNROUNDED
 from attention_kernels.rounding_key import Draws
+from attention_kernels.score_units import score_units
 
 __all__ = [
     "MAX_LEN",
@@ -63,6 +64,10 @@ class Constants:
     rounding: Any
     exp: Any
     dot: Any
+    fold: bool
+    """Whether an exponent is that of 2, by one fused multiply-add (`score_units`)."""
+    raw_scores: bool
+    """Whether scores are kept as the product of q and k leaves them."""
     work: tl.dtype
     p_scale: float
     threshold: float
@@ -106,6 +111,7 @@ def constants_of(
     v: Tensor,
     *,
     mask: Mask,
+    scale: float,
     numerics: FlashNumerics,
     bias_trained: bool = False,
 ) -> Constants:
@@ -122,6 +128,7 @@ def constants_of(
                 "engine='twin'"
             )
     left, right = _narrower(mask.offsets(), q, k)
+    units = score_units(numerics, mask, scale)
     points = []
     for name, point in POINTS.items():
         format = numerics.format_at(name)
@@ -143,6 +150,8 @@ def constants_of(
         rounding=tl.constexpr(numerics.arithmetic.rounding),
         exp=tl.constexpr(numerics.softmax.exp),
         dot=tl.constexpr(numerics.arithmetic.dot),
+        fold=units.log2 is not None,
+        raw_scores=units.natural != 1.0 or (units.log2 is not None and scale == 1.0),
         work=tl.float64 if numerics.work_dtype() == torch.float64 else tl.float32,
         p_scale=numerics.probability_scale(),
         threshold=float(numerics.softmax.rescale_threshold),
@@ -209,7 +218,9 @@ class Scalars(NamedTuple):
     """What differs from call to call of one compiled kernel; see above."""
 
     scale: float | Halves
-    """As `softcap` and `kept_scale` a number, in FP64 the four parts of its bits."""
+    """As the next three a number, in FP64 the four parts of its bits."""
+    log2: float | Halves
+    """`ScoreUnits.log2`."""
     softcap: float | Halves
     kept_scale: float | Halves
     left: Halves
@@ -323,13 +334,14 @@ def _scalars_of(
 ) -> Scalars:
     left, right = _narrower(mask.offsets(), q, k)
     word = keep_word(mask.dropout_seed, mask.dropout_offset) if mask.dropout_p else 0
-    scale_, softcap, kept_scale = (
+    log2 = score_units(numerics, mask, scale).log2 or 1.0
+    scale_, log2, softcap, kept_scale = (
         float(x) if numerics.work_dtype() == torch.float32 else _halves(_bits_of(x), 4)
-        for x in (scale, mask.softcap, mask.kept_scale())
+        for x in (scale, log2, mask.softcap, mask.kept_scale())
     )
     place = draws.place._replace(heads=draws.place.heads or q.shape[1])
     integers = (left or 0, right or 0, dropped_below(mask.dropout_p), word, draws.word, *place)
-    return Scalars(scale_, softcap, kept_scale, *(_halves(x, 2) for x in integers))
+    return Scalars(scale_, log2, softcap, kept_scale, *(_halves(x, 2) for x in integers))
 
 
 def _bits_of(x: float) -> int:

@@ -20,7 +20,7 @@ has the formulas. Strides are tuples (batch, head, row, dim); the other argument
 import triton
 import triton.language as tl
 
-from attention_kernels.triton.rounding import contain, dot, exponential, number, to_work, whole
+from attention_kernels.triton.rounding import contain, dot, fused, number, to_work, whole
 from attention_kernels.triton.spans import key_span, row_span
 from attention_kernels.triton.tiles import (
     at_head,
@@ -40,13 +40,21 @@ from attention_kernels.triton.tiles import (
     scale_kept,
     store_rows,
     tile_scores,
+    weight,
 )
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _probabilities(b_scores, b_lse, n, o_q, o_k, N: tl.constexpr):
-    b_p = rounded(b_scores - finite_or_zero(b_lse), "backward_exponents", N, 0, n, o_q, o_k)
-    return rounded(exponential(b_p, N.exp), "backward_p", N, 0, n, o_q, o_k)
+def _probabilities(b_scores, b_lse, masks, n, o_q, o_k, N: tl.constexpr):
+    b_shift = finite_or_zero(b_lse)
+    if N.fold:
+        b_p = fused(b_scores, number(masks.scalars.log2, N.work), b_shift * _LOG2_E)
+    else:
+        b_p = b_scores - b_shift
+    b_p = rounded(b_p, "backward_exponents", N, 0, n, o_q, o_k)
+    return rounded(weight(b_p, N), "backward_p", N, 0, n, o_q, o_k)
 
 
 @triton.jit
@@ -155,7 +163,7 @@ def dq_kernel(
             b_q, b_k, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
             query_len, key_len, n, N, True,
         )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
-        b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
+        b_p = _probabilities(b_scores, b_lse[:, None], masks, n, o_row, o_col, N)
         b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
         m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
         b_ds = _score_gradient(
@@ -223,7 +231,7 @@ def _add_query_block(
         b_k, b_q, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
         query_len, key_len, n, N, True,
     )  # [BLOCK_K, BLOCK_Q]  # fmt: skip
-    b_p = _probabilities(b_scores, b_lse[None, :], n, o_row, o_col, N)
+    b_p = _probabilities(b_scores, b_lse[None, :], masks, n, o_row, o_col, N)
     b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
     m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
     b_ds = _score_gradient(
@@ -369,7 +377,7 @@ def _bias_tile(
         b_q, b_k, q_factor * k_factor, masks, o_batch, o_head, o_row, o_col,
         query_len, key_len, n, N, True,
     )  # [BLOCK_Q, BLOCK_K]  # fmt: skip
-    b_p = _probabilities(b_scores, b_lse[:, None], n, o_row, o_col, N)
+    b_p = _probabilities(b_scores, b_lse[:, None], masks, n, o_row, o_col, N)
     b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
     m_kept = kept(masks, o_batch, o_head, o_row, o_col, N)
     factor = do_factor * v_factor

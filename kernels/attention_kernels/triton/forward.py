@@ -22,7 +22,16 @@ and what a rounding is (`rounding`).
 import triton
 import triton.language as tl
 
-from attention_kernels.triton.rounding import contain, divide, dot, exponential, to_work, whole
+from attention_kernels.triton.rounding import (
+    contain,
+    divide,
+    dot,
+    exponential,
+    fused,
+    number,
+    to_work,
+    whole,
+)
 from attention_kernels.triton.spans import hidden_span, key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
     at_head,
@@ -36,6 +45,7 @@ from attention_kernels.triton.tiles import (
     kept,
     load_factor,
     load_rows,
+    natural,
     one_for_zero,
     place,
     rounded,
@@ -44,6 +54,7 @@ from attention_kernels.triton.tiles import (
     scale_kept,
     store_rows,
     tile_scores,
+    weight,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -69,20 +80,26 @@ def _block_maximum(b_scores, N: tl.constexpr):
 
 
 @triton.jit
-def _statistics(b_scores, b_max, b_sum, n, o_q, o_k, step, N: tl.constexpr):
+def _statistics(b_scores, b_max, b_sum, masks, n, o_q, o_k, step, N: tl.constexpr):
     """Return P, the rescale factor, the new maximum, and the old sum rescaled and the new."""
     b_new_max = tl.maximum(b_max, _block_maximum(b_scores, N))
     b_new_max = rounded(b_new_max, "max", N, step, n, o_q, 0)
+    log2 = number(masks.scalars.log2, N.work) if N.fold else _LOG2_E
     if N.threshold > 0.0:
-        m_keep = (b_new_max - b_max) * _LOG2_E <= N.threshold
+        m_keep = (b_new_max - b_max) * log2 <= N.threshold
         b_new_max = tl.where(m_keep, b_max, b_new_max)
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
     b_shift = finite_or_zero(b_new_max)
-    b_p = b_scores - b_shift[:, None]  # [BLOCK_Q, BLOCK_K]
+    if N.fold:
+        b_p = fused(b_scores, log2, (b_shift * log2)[:, None])  # [BLOCK_Q, BLOCK_K]
+        b_alpha = (b_max - b_shift) * log2
+    else:
+        b_p = b_scores - b_shift[:, None]
+        b_alpha = b_max - b_shift
     b_p = rounded(b_p, "exponents", N, 0, n, o_q[:, None], o_k[None, :])
-    b_p = rounded(exponential(b_p, N.exp), "p", N, 0, n, o_q[:, None], o_k[None, :])
-    b_alpha = rounded(b_max - b_shift, "alpha_exponent", N, step, n, o_q, 0)
-    b_alpha = rounded(exponential(b_alpha, N.exp), "alpha", N, step, n, o_q, 0)
+    b_p = rounded(weight(b_p, N), "p", N, 0, n, o_q[:, None], o_k[None, :])
+    b_alpha = rounded(b_alpha, "alpha_exponent", N, step, n, o_q, 0)
+    b_alpha = rounded(weight(b_alpha, N), "alpha", N, step, n, o_q, 0)
     b_old_sum = rounded(b_alpha * b_sum, "rescaled_sum", N, step, n, o_q, 0)
     b_block_sum = rounded(row_sum(b_p, 1), "block_sum", N, step, n, o_q, 0)
     b_sum = rounded(b_old_sum + b_block_sum, "sum", N, step, n, o_q, 0)
@@ -169,7 +186,7 @@ def _attend_blocks(
             MASKED,
         )
         b_p, b_alpha, b_max, b_old_sum, b_sum = _statistics(
-            b_scores, b_max, b_sum, n, o_q, o_k, k_start, N
+            b_scores, b_max, b_sum, masks, n, o_q, o_k, k_start, N
         )
         # the sum is that of all weights
         b_p = drop(b_p, kept(masks, o_batch, o_head, o_q[:, None], o_k[None, :], N), N)
@@ -251,7 +268,7 @@ def forward_kernel(
 
     # A row that attends nothing has sum 0 and max -inf: out 0, lse -inf.
     o_dim = tl.arange(0, N.block_v)
-    b_lse = b_max + rounded(tl.log(b_sum), "log_sum", N, o_split, n, o_q, 0)
+    b_lse = natural(b_max, masks, N) + rounded(tl.log(b_sum), "log_sum", N, o_split, n, o_q, 0)
     if N.splits > 1:
         b_acc = divide(b_acc, one_for_zero(b_sum)[:, None])
         b_acc = rounded(b_acc, "split_output", N, o_split, n, o_q[:, None], o_dim[None, :])

@@ -1,36 +1,18 @@
-"""Runs the Triton kernels: compiled for CUDA tensors, interpreted for CPU tensors.
+"""Launches the dialled Triton kernels: any numerics, any mask.
 
-The device of q decides; no environment variable does. Two things here could decide bits and do not.
-Pipeline stages change only how many tiles wait in shared memory. Tiles are never autotuned: a block
-size that timing chose would change the numbers from machine to machine, so `block_q` and `block_k`
-come from the numerics, and blocks that do not fit are refused.
+Tiles are never autotuned: a block size that timing chose would change the numbers from machine to
+machine, so `block_q` and `block_k` come from the numerics, and blocks that do not fit are refused.
+Calls that the fast path takes are handed on to it (`fast_launch`); `dialled_forward` and
+`dialled_backward` are the reference that it is held against.
 
-The interpreter is Triton's own, used without TRITON_INTERPRET: that variable acts on the whole
-process when it imports Triton, and torch or a user may have done so long before. Four traps:
-
-- A jitted function refuses to be called from Python. So each kernel runs in a copy of its module's
-  namespace in which the functions that it calls are interpreted too.
-- BF16 is uint16 to NumPy: casts truncate, subnormals widen wrongly, `tl.dot` multiplies the raw
-  integers. So 16-bit tensors are widened before (`arguments.kernel_inputs`).
-- While it runs, `triton.language` is patched, so only one thread may run it.
-- NumPy warns about -inf - -inf and about casts to infinity, which are ordinary here.
-
-Leaves out autograd (`operators`) and checks of the arguments (`checks`).
+Leaves out autograd (`operators`), checks of the arguments (`checks`) and how a kernel is run
+(`runtime`).
 """
 
-import functools
-import threading
-import types
-import warnings
 from typing import Any
 
-import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, KernelInterface
 
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
@@ -39,6 +21,7 @@ from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_after
 from attention_kernels.rounding import round_to
 from attention_kernels.rounding_key import Draws, draws_of
+from attention_kernels.triton import fast_launch
 from attention_kernels.triton.arguments import (
     Constants,
     Factors,
@@ -50,48 +33,11 @@ from attention_kernels.triton.arguments import (
     masks_of,
 )
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
+from attention_kernels.triton.fast_launch import applies
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
+from attention_kernels.triton.runtime import blocks_of, run
 
-__all__ = ["backward", "compile_options", "forward", "interpret", "interpreted"]
-
-_interpreter_lock = threading.Lock()
-
-
-def interpret(kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Constants) -> None:
-    """Run `programs` programs of a kernel, one after the other."""
-    with _interpreter_lock, np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        interpreted(kernel)[(programs,)](*arguments, N=constants)
-
-
-@functools.cache
-def interpreted(kernel: KernelInterface) -> InterpretedFunction:
-    """Return the same kernel for Triton's interpreter, and with it every function it calls."""
-    return InterpretedFunction(_in_interpreted_namespace(kernel, {}))
-
-
-def _in_interpreted_namespace(
-    function: Any, namespaces: dict[int, dict[str, Any]]
-) -> types.FunctionType:
-    source = function.fn
-    module = id(source.__globals__)
-    if module not in namespaces:
-        namespace = namespaces[module] = dict(source.__globals__)
-        for name, value in source.__globals__.items():
-            if isinstance(value, KernelInterface):
-                inner = _in_interpreted_namespace(value, namespaces)
-                namespace[name] = InterpretedFunction(inner).rewrite()
-            elif name == "COMPILED":
-                namespace[name] = False
-        namespace["range"] = _interpreted_range
-    return types.FunctionType(
-        source.__code__, namespaces[module], source.__name__, source.__defaults__
-    )
-
-
-def _interpreted_range(*bounds: Any) -> range:
-    """Loop bounds as integers; Triton 3.6 fails to make them with NumPy 2.5, 3.7 does not."""
-    return range(*(b.handle.data.item() if isinstance(b, tl.tensor) else b for b in bounds))
+__all__ = ["STAGES", "backward", "dialled_backward", "dialled_forward", "forward", "warps_of"]
 
 
 def forward(
@@ -104,15 +50,59 @@ def forward(
     numerics: FlashNumerics,
     draws: Draws | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `(out, lse)` in the work dtype, rounded at `output` and `lse`.
+    """Return `(out, lse)`, rounded at `output` and `lse`, by the fast path or the dialled kernels.
 
     q `(batch, heads, query_len, head_dim)`, k and v `(batch, kv_heads, key_len, head_dim)`, v and
-    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. Without `draws`
-    stochastic rounding draws by their seed. ValueError if the blocks do not fit the GPU.
+    out perhaps of another head_dim, any strides, unrounded; `numerics` resolved. `lse` is in the
+    work dtype, out too or, where that holds it, in q's. Without `draws` stochastic rounding draws
+    by their seed. ValueError if the blocks do not fit the GPU.
     """
+    if applies(q, k, v, mask=mask, scale=scale, numerics=numerics):
+        return fast_launch.forward(q, k, v, mask=mask, scale=scale, numerics=numerics)
+    return dialled_forward(q, k, v, mask=mask, scale=scale, numerics=numerics, draws=draws)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+    draws: Draws | None = None,
+    bias_trained: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return `(dq, dk, dv, dsinks, dbias)`, the first three rounded at `gradients`.
+
+    They are in the work dtype or, where that holds them, in q's. `dbias`, shaped as the bias, is
+    computed where `bias_trained`. `out` and `lse` are `forward`'s, `dout` is shaped like out; the
+    rest as in `forward`.
+    """
+    options = {"mask": mask, "scale": scale, "numerics": numerics}
+    if applies(q, k, v, **options):
+        return *fast_launch.backward(dout, q, k, v, out, lse, **options), None, None
+    options |= {"draws": draws, "bias_trained": bias_trained}
+    return dialled_backward(dout, q, k, v, out, lse, **options)
+
+
+def dialled_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    scale: float,
+    numerics: FlashNumerics,
+    draws: Draws | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `forward` does, in the work dtype, by the dialled kernels."""
     work, tiling = numerics.work_dtype(), numerics.tiling
     draws = draws or draws_of(numerics.arithmetic.seed)
-    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
     lengths = lengths_of(mask, q, k)
     masks = masks_of(mask, q, k, scale=scale, numerics=numerics, draws=draws)
     heads, query_rows, key_rows = q.shape[1], q.shape[2], k.shape[2]
@@ -132,7 +122,7 @@ def forward(
     out = make((parts, *q.shape[1:3], v.shape[3]), dtype=work, device=q.device)
     lse = torch.full((parts, *q.shape[1:3]), -torch.inf, dtype=work, device=q.device)
     strides = (q_.stride(), k_.stride(), v_.stride(), out.stride())
-    blocks = _blocks(lengths.query, tiling.block_q) * heads * lengths.batches
+    blocks = blocks_of(lengths.query, tiling.block_q) * heads * lengths.batches
     counts = (lengths.batches, heads, lengths.query, query_rows)
     _launch(
         forward_kernel,
@@ -150,7 +140,7 @@ def forward(
     return merged, merged_lse
 
 
-def backward(
+def dialled_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -164,14 +154,10 @@ def backward(
     draws: Draws | None = None,
     bias_trained: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return `(dq, dk, dv, dsinks, dbias)` in the work dtype, three rounded at `gradients`.
-
-    `dbias`, shaped as the bias, is computed where `bias_trained`.
-    `out` and `lse` are `forward`'s, `dout` is shaped like out; the rest as in `forward`.
-    """
+    """Return what `backward` does, in the work dtype, by the dialled kernels."""
     work, tiling = numerics.work_dtype(), numerics.tiling
     draws = draws or draws_of(numerics.arithmetic.seed)
-    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
     lengths = lengths_of(mask, q, k)
     masks = masks_of(mask, q, k, scale=scale, numerics=numerics, draws=draws)
     heads, kv_heads, query_rows, key_rows = q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -188,14 +174,14 @@ def backward(
     q_, k_, v_, dout_ = kernel_inputs(work, *(operand.values for operand in operands.values()))
     factors = factors_of(list(operands.values()))
     # dq_kernel leaves delta behind for dkv_kernel, which is launched after it on the same stream.
-    lse, out = lse.contiguous(), out.detach()
+    lse, out = lse.contiguous(), out.detach().to(work)
     delta = torch.empty_like(lse)
     make = torch.zeros if constants.packed else torch.empty
     dq, dk, dv = (make(x.shape, dtype=work, device=q.device) for x in (q, k, v))
     strides = (q_.stride(), k_.stride(), v_.stride())
     _launch(
         dq_kernel,
-        _blocks(lengths.query, tiling.block_q) * heads * lengths.batches,
+        blocks_of(lengths.query, tiling.block_q) * heads * lengths.batches,
         (
             *(q_, k_, v_, out, dout_, lse, delta, dq),
             *(*strides, out.stride(), dout_.stride(), dq.stride(), factors, masks),
@@ -206,7 +192,7 @@ def backward(
     )
     _launch(
         dkv_kernel,
-        _blocks(lengths.key, tiling.block_k) * kv_heads * lengths.batches,
+        blocks_of(lengths.key, tiling.block_k) * kv_heads * lengths.batches,
         (
             *(q_, k_, v_, dout_, lse, delta, dk, dv),
             *(*strides, dout_.stride(), dk.stride(), dv.stride(), factors, masks),
@@ -218,7 +204,9 @@ def backward(
     dsinks, dbias = _sink_gradient(mask, lse, delta), None
     if bias_trained and mask.bias is not None:
         inputs = (q_, k_, v_, dout_, lse, delta)
-        constants = constants_of(q, k, v, mask=mask, numerics=numerics, bias_trained=True)
+        constants = constants_of(
+            q, k, v, mask=mask, scale=scale, numerics=numerics, bias_trained=True
+        )
         dbias = _bias_gradient(inputs, factors, masks, constants, mask.bias, numerics)
     if not numerics.scaling.incoherent:
         return dq, dk, dv, dsinks, dbias
@@ -241,8 +229,8 @@ def _bias_gradient(
     batches, heads, query_len, key_len = *inputs[4].shape, inputs[1].shape[2]
     bias_batches, bias_heads = bias.shape[:2]
     q_blocks, k_blocks = (
-        _blocks(query_len, constants.block_q),
-        _blocks(key_len, constants.block_k),
+        blocks_of(query_len, constants.block_q),
+        blocks_of(key_len, constants.block_k),
     )
     rows = q_blocks if constants.bias_shares_rows else query_len
     keys = k_blocks if constants.bias_shares_keys else key_len
@@ -295,24 +283,23 @@ def _round_gradient(
     return x
 
 
-def _blocks(length: int, block: int) -> int:
-    return (length + block - 1) // block
+STAGES = (2, 1)
+"""Tiles that wait in shared memory: the second number where the first does not fit."""
 
 
-def compile_options(kernel: Any, constants: Constants, fp_fusion: bool = False) -> dict[str, Any]:
-    """Return the compiler options that can decide bits; they depend on no device.
+def warps_of(kernel: Any, constants: Constants) -> int:
+    """Return how many warps run a program of a dialled kernel; it depends on no device.
 
-    A program gets 4 warps, 8 if its largest block of FP32 values would leave fewer than 64
-    registers a thread to one copy of it: at 64 x 256 the forward spills on sm_90 otherwise. dK and
-    dV are two sums beside two tiles, and get 8: with 4 they spill on sm_100. So does the gradient
-    of a bias, a sum of tiles: with 4 it spills on sm_90. FP fusion is off unless asked: a
-    contracted multiply-add skips a rounding.
+    4, or 8 if its largest block of FP32 values would leave fewer than 64 registers a thread to one
+    copy of it: at 64 x 256 the forward spills on sm_90 otherwise. dK and dV are two sums beside two
+    tiles, and get 8: with 4 they spill on sm_100. So does the gradient of a bias, a sum of tiles:
+    with 4 it spills on sm_90.
     """
     columns = max(constants.block_k, constants.block_d, constants.block_v)
     values = constants.block_q * columns
     registers = values * constants.work.primitive_bitwidth // 32
     many = kernel in (dkv_kernel, dbias_kernel) or registers > 64 * 128
-    return {"num_warps": 8 if many else 4, "enable_fp_fusion": fp_fusion}
+    return 8 if many else 4
 
 
 def _launch(
@@ -322,46 +309,5 @@ def _launch(
     constants: Constants,
     fp_fusion: bool = False,
 ) -> None:
-    device = arguments[0].device
-    if device.type == "cpu":
-        if fp_fusion:
-            raise ValueError(
-                "triton: fp_fusion must be false where kernels are interpreted, got True; "
-                "only a compiler can contract a multiply and an add"
-            )
-        interpret(kernel, programs, arguments, constants)
-    elif device.type == "cuda":
-        _run_compiled(kernel, programs, arguments, constants, fp_fusion)
-    else:
-        raise ValueError(
-            f"triton: q must be on a cpu or cuda device, got {device}; use engine='twin'"
-        )
-
-
-def _run_compiled(
-    kernel: Any,
-    programs: int,
-    arguments: tuple[Any, ...],
-    constants: Constants,
-    fp_fusion: bool = False,
-) -> None:
-    if not isinstance(kernel, JITFunction):
-        raise ValueError(
-            "triton: CUDA tensors must be run by compiled kernels, got a process that "
-            "imported Triton with TRITON_INTERPRET set; unset it or use engine='twin'"
-        )
-    options = compile_options(kernel, constants, fp_fusion)
-    # Stages only change how many tiles wait in shared memory, never an operation.
-    for stages in (2, 1):
-        try:
-            with torch.cuda.device(arguments[0].device):
-                kernel[(programs,)](*arguments, N=constants, **options, num_stages=stages)
-            return
-        except OutOfResources as error:
-            too_large = error
-    raise ValueError(
-        f"triton: block_q and block_k must fit the GPU at head_dim {constants.head_dim}, "
-        f"got block_q={constants.block_q}, block_k={constants.block_k} "
-        f"({too_large.name}: {too_large.required} needed, {too_large.limit} there); "
-        "use smaller blocks or engine='twin'"
-    ) from too_large
+    warps = warps_of(kernel, constants)
+    run(kernel, programs, arguments, constants, warps=warps, stages=STAGES, fp_fusion=fp_fusion)

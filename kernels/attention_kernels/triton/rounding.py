@@ -334,11 +334,29 @@ def exponential(b, EXP: tl.constexpr):
     """
     if EXP == "exact":
         b_exp = libdevice.exp(b) if COMPILED else tl.exp(b)
-    elif EXP == "exp2":
-        b_exp = tl.exp2(b * _LOG2_E)
     else:
-        b_exp = _exp2_polynomial(b * _LOG2_E)
+        b_exp = power_of_two(b * _LOG2_E, EXP)
     return b_exp
+
+
+@triton.jit
+def power_of_two(b, EXP: tl.constexpr):
+    """Return 2**b of an FP32 or FP64 block, by the hardware's instruction or the cubic."""
+    return tl.exp2(b) if EXP == "exp2" else _exp2_polynomial(b)
+
+
+@triton.jit
+def fused(b_left, b_right, b_subtracted):
+    """Return fma(left, right, -subtracted), rounded once; in the interpreter as in the twin.
+
+    That has no fused operation either (`twin.arithmetic.exponents` says how far its way is off).
+    """
+    if COMPILED:
+        b = tl.fma(b_left, b_right, -b_subtracted)
+    else:
+        b_wide = b_left.to(tl.float64) * b_right.to(tl.float64) - b_subtracted.to(tl.float64)
+        b = b_wide.to(b_left.dtype)
+    return b
 
 
 @triton.jit

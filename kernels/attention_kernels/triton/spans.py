@@ -70,6 +70,26 @@ def row_span(o_start, query_len, key_len, left, right, N: tl.constexpr):
 
 
 @triton.jit
+def whole_row_span(o_start, query_len, key_len, left, right, first, stop, N: tl.constexpr):
+    """Return the query blocks inside [first, stop) of which every row sees every key of the block.
+
+    Keys past `key_len` do not count: begin, end.
+    """
+    offset = key_len - query_len
+    begin = first
+    end = stop // N.block_q * N.block_q
+    if N.has_right:
+        last_key = tl.minimum(o_start + N.block_k, key_len) - 1
+        seen = tl.maximum(last_key - offset - right, 0)
+        begin = tl.maximum(first, (seen + N.block_q - 1) // N.block_q * N.block_q)
+    if N.has_left:
+        seen = tl.maximum(o_start + left - offset + 1, 0)
+        end = tl.minimum(end, seen // N.block_q * N.block_q)
+    end = tl.maximum(end, first)
+    return tl.minimum(begin, end), end
+
+
+@triton.jit
 def split_span(first, stop, key_len, o_split, N: tl.constexpr):
     """Return the part of [first, stop) that is in this split's share of the key blocks."""
     if N.splits > 1:

@@ -14,8 +14,10 @@ import triton.language as tl
 from attention_kernels.triton.rounding import (
     divide,
     dot,
+    exponential,
     fold,
     number,
+    power_of_two,
     random_bits,
     round_to,
     tanh,
@@ -222,13 +224,15 @@ def tile_scores(
 ):
     """Return R_scores(softcap(scale * left right^T) + bias), -inf where hidden, and the tanh.
 
-    The tanh of the softcap is what its gradient needs; without one it is 0.
+    With `raw_scores` there is no scale, and nothing is added. The tanh of the softcap is what its
+    gradient needs; without one it is 0.
     """
     b_scores = dot(b_left, tl.trans(b_right), N.work, N.dot)
     if N.scaled:
         b_scores = b_scores * factor
     b_scores = rounded(b_scores, "products", N, 0, n, o_q, o_k)
-    b_scores = b_scores * number(masks.scalars.scale, N.work)
+    if not N.raw_scores:
+        b_scores = b_scores * number(masks.scalars.scale, N.work)
     b_tanh = 0.0
     if N.has_softcap:
         softcap = number(masks.scalars.softcap, N.work)
@@ -305,6 +309,18 @@ def _in_block(masks, o_batch, o_head, o_q, o_k, query_len, key_len, N: tl.conste
     b_part = tl.load(p_tile, mask=m_inside & (b_tile >= 0), other=0)
     # -1 is `mask_mod.FULL`; of an empty tile nothing is loaded
     return (b_tile == -1) | (b_part != 0)
+
+
+@triton.jit
+def natural(b_score, masks, N: tl.constexpr):
+    """Return a kept score as what e is raised to, as the LSE has it."""
+    return b_score * number(masks.scalars.scale, N.work) if N.raw_scores else b_score
+
+
+@triton.jit
+def weight(b_exponent, N: tl.constexpr):
+    """Return the power of e, or with `fold` of 2."""
+    return power_of_two(b_exponent, N.exp) if N.fold else exponential(b_exponent, N.exp)
 
 
 @triton.jit

@@ -19,7 +19,6 @@ Shape suffixes: B batch, H query heads, N batch x query heads, I rows of a query
 key block, L length, C columns of any tile, T blocks, D head_dim.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,18 +32,21 @@ from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_after
 from attention_kernels.rounding import round_to
 from attention_kernels.rounding_key import Draws
+from attention_kernels.score_units import LOG2_E, ScoreUnits
 
 __all__ = [
     "Flat",
     "Rounder",
     "dot",
     "exponential",
+    "exponents",
     "finite_or_zero",
     "flat_kept",
     "flat_sinks",
     "flatten",
     "masked_scores",
     "refuse_fusion",
+    "weights",
 ]
 
 # Of 2**x on [0, 1), highest power first.
@@ -165,14 +167,34 @@ def _tf32(x: Tensor) -> Tensor:
     return round_to(x, "tf32", "nearest_away")
 
 
+def exponents(scores: Tensor, subtracted: Tensor, units: ScoreUnits) -> Tensor:
+    """Return the exponents of weights, of e or, with `units.log2`, of 2; `scores` is overwritten.
+
+    `subtracted` is in the units of the result: of 2 it is fma(s, log2, -subtracted). PyTorch has no
+    fused multiply-add. In FP64 the product of FP32 numbers is exact, and the difference is rounded
+    to 53 bits before it is to 24. The two roundings differ from one where the first ends halfway
+    between FP32 numbers, and only where the product is below 2**-5 of what is subtracted: about one
+    in 2**29 of those. Work in FP64 is not fused.
+    """
+    if units.log2 is None:
+        return scores.sub_(subtracted)
+    return scores.copy_(scores.double().mul_(units.log2).sub_(subtracted))
+
+
+def weights(exponent: Tensor, mode: str, units: ScoreUnits) -> Tensor:
+    """Return e, or with `units.log2` 2, to the `exponent`, which is overwritten."""
+    return exponential(exponent, mode) if units.log2 is None else _power_of_two(exponent, mode)
+
+
 def exponential(x: Tensor, mode: str) -> Tensor:
     """Return e**x by the way that `Softmax.exp` names; `x` is overwritten."""
-    if mode == "exact":
-        return x.exp_()
-    power = x.mul_(math.log2(math.e))
+    return x.exp_() if mode == "exact" else _power_of_two(x.mul_(LOG2_E), mode)
+
+
+def _power_of_two(power: Tensor, mode: str) -> Tensor:
     if mode == "exp2":
         return power.exp2_()
-    smallest = -126 if x.dtype == torch.float32 else -1022
+    smallest = -126 if power.dtype == torch.float32 else -1022
     # Cody-Waite: 2**power is 2**whole, exact, times 2**fraction with the fraction in [0, 1).
     whole = power.floor()
     fraction = power - whole
@@ -191,7 +213,13 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 
 def masked_scores(
-    q: Flat, k: Flat, rows: range, keys: range, sequence: Sequence, scale: float, rounded: Rounder
+    q: Flat,
+    k: Flat,
+    rows: range,
+    keys: range,
+    sequence: Sequence,
+    units: ScoreUnits,
+    rounded: Rounder,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the rounded scores of one tile `(N, I, J)`, -inf where hidden, and the slope of the
     softcap there (None without one). `rows` and `keys` count inside the sequence.
@@ -202,7 +230,8 @@ def masked_scores(
     q_factor, k_factor = q.factor(rows), k.factor(keys)
     if q_factor is not None and k_factor is not None:
         scores_NIJ.mul_(q_factor * k_factor)
-    scores_NIJ = rounded(scores_NIJ, "products", rows, keys).mul_(scale)
+    scores_NIJ = rounded(scores_NIJ, "products", rows, keys)
+    scores_NIJ = scores_NIJ if units.before == 1.0 else scores_NIJ.mul_(units.before)
     slope_NIJ = None
     if mask.softcap:
         capped_NIJ = scores_NIJ.div_(mask.softcap).tanh_()

@@ -36,17 +36,19 @@ from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import rotate_back
 from attention_kernels.rounding_key import Draws, draws_of
+from attention_kernels.score_units import LOG2_E, ScoreUnits, score_units
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
     dot,
-    exponential,
+    exponents,
     finite_or_zero,
     flat_kept,
     flat_sinks,
     flatten,
     masked_scores,
     refuse_fusion,
+    weights,
 )
 
 __all__ = ["backward"]
@@ -119,12 +121,16 @@ def backward(
     )
     # A query that attends to no key has lse -inf, and -inf - -inf would be NaN. With lse 0 instead,
     # its P is exp(-inf - 0) = 0.
-    out_NQD, lse_NQ1 = out.flatten(0, 1), finite_or_zero(lse.flatten(0, 1).unsqueeze(-1))
+    out_NQD, lse_NQ1 = (
+        out.to(lse.dtype).flatten(0, 1),
+        finite_or_zero(lse.flatten(0, 1).unsqueeze(-1)),
+    )
     dq_NQD, dk_NKD, dv_NKD = (torch.zeros_like(x.values) for x in (flat_q, flat_k, flat_v))
     sinks_N11 = flat_sinks(mask, out_NQD)
     dsinks_N11 = None if sinks_N11 is None else torch.zeros_like(sinks_N11)
     trained = mask.bias if bias_trained else None
     dbias = None if trained is None else out_NQD.new_zeros(trained.shape)
+    units = score_units(numerics, mask, scale)
     for sequence in mask.sequences(q.shape[2], k.shape[2]):
         at_q, at_k = _slice(sequence.queries), _slice(sequence.keys)
         rounded = Rounder(numerics, heads, draws, sequence.index)
@@ -136,7 +142,7 @@ def backward(
         at = flat_q.at(sequence.queries)
         rows = _Rows(at, part, lse_NQ1[at_q], delta_NQ1, dq_NQD[at_q], dbias)
         keys = _Keys(flat_k.at(sequence.keys), flat_v.at(sequence.keys), dk_NKD[at_k], dv_NKD[at_k])
-        _attend(rows, keys, sequence, scale, rounded)
+        _attend(rows, keys, sequence, scale, units, rounded)
         if sinks_N11 is not None and dsinks_N11 is not None:
             # dS of a key whose dP is 0, since its value is; by an exact exp, as the kernel's launch
             p_NQ1 = torch.exp(sinks_N11 - lse_NQ1[at_q])
@@ -162,7 +168,14 @@ def _slice(rows: range) -> tuple[slice, slice]:
     return slice(None), slice(rows.start, rows.stop)
 
 
-def _attend(rows: _Rows, keys: _Keys, sequence: Sequence, scale: float, rounded: Rounder) -> None:
+def _attend(
+    rows: _Rows,
+    keys: _Keys,
+    sequence: Sequence,
+    scale: float,
+    units: ScoreUnits,
+    rounded: Rounder,
+) -> None:
     """Compute dQ, dK and dV of one sequence, tile by tile, with key blocks in the outer loop."""
     # Each block is summed in a contiguous tensor of its own and copied at the end. Into a slice of
     # a larger tensor, baddbmm_ adds one matrix at a time, and the backward takes 1.2 times as long
@@ -179,7 +192,7 @@ def _attend(rows: _Rows, keys: _Keys, sequence: Sequence, scale: float, rounded:
             seen = sequence.mask.key_range(row, query_len, key_len)
             if key.start < seen.stop and key.stop > seen.start:
                 sums = _Sums(dq_NID, dk_NJD, dv_NJD)
-                _add_tile(rows, keys, sums, row, key, sequence, scale, rounded)
+                _add_tile(rows, keys, sums, row, key, sequence, scale, units, rounded)
         keys.dk[_slice(key)], keys.dv[_slice(key)] = dk_NJD, dv_NJD
     for row, dq_NID in zip(row_blocks, dq_blocks, strict=True):
         rows.dq[_slice(row)] = dq_NID
@@ -197,6 +210,7 @@ def _add_tile(
     key: range,
     sequence: Sequence,
     scale: float,
+    units: ScoreUnits,
     rounded: Rounder,
 ) -> None:
     """Add the products of one tile to dQ, dK and dV, and round these sums.
@@ -205,9 +219,8 @@ def _add_tile(
     scale that an operand was divided by before it was rounded; None stands for 1.
     """
     numerics, at_q, at_k = rounded.numerics, _slice(row), _slice(key)
-    scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, scale, rounded)
-    p_NIJ = rounded(scores_NIJ.sub_(rows.lse[at_q]), "backward_exponents", row, key)
-    p_NIJ = rounded(exponential(p_NIJ, numerics.softmax.exp), "backward_p", row, key)
+    scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, units, rounded)
+    p_NIJ = _weights(scores_NIJ, rows.lse[at_q], row, key, units, rounded)
     dout_factor, v_factor = rows.dout.factor(row), keys.v.factor(key)
     dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.arithmetic.dot)
     if dout_factor is not None and v_factor is not None:
@@ -242,6 +255,15 @@ def _add_tile(
     ):
         _add_product(total, left, right, factor, rounded, product, at)
         _store(total, rounded(total, point, *at))
+
+
+def _weights(
+    scores_NIJ: Tensor, lse_NI1: Tensor, row: range, key: range, units: ScoreUnits, rounded: Rounder
+) -> Tensor:
+    """Return P of one tile, from scores, which are overwritten, and the LSE of their rows."""
+    subtracted = lse_NI1 if units.log2 is None else lse_NI1 * LOG2_E
+    p_NIJ = rounded(exponents(scores_NIJ, subtracted, units), "backward_exponents", row, key)
+    return rounded(weights(p_NIJ, rounded.numerics.softmax.exp, units), "backward_p", row, key)
 
 
 def _score_gradient(

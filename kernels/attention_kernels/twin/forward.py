@@ -41,17 +41,20 @@ from torch import Tensor
 from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics, Softmax
 from attention_kernels.rounding_key import Draws, draws_of
+from attention_kernels.score_units import LOG2_E, ScoreUnits, score_units
 from attention_kernels.twin.arithmetic import (
     Flat,
     Rounder,
     dot,
     exponential,
+    exponents,
     finite_or_zero,
     flat_kept,
     flat_sinks,
     flatten,
     masked_scores,
     refuse_fusion,
+    weights,
 )
 
 __all__ = ["block_maximum", "forward", "running_maximum"]
@@ -97,6 +100,7 @@ def forward(
         flatten(x, name, heads, numerics, block_k, draws) for x, name in ((k, "k"), (v, "v"))
     )
     out_NQD = flat_q.values.new_zeros((*flat_q.values.shape[:2], v.shape[3]))
+    units = score_units(numerics, mask, scale)
     sinks_N11 = flat_sinks(mask, out_NQD)
     lse_NQ1 = out_NQD.new_full((*out_NQD.shape[:2], 1), -torch.inf)
     if sinks_N11 is not None:
@@ -107,7 +111,7 @@ def forward(
         step = block_q * _blocks_at_once(sequence, numerics)
         for row in range(0, len(sequence.queries), step):
             rows = range(row, min(row + step, len(sequence.queries)))
-            out_NID, lse_NI1 = _attend_rows(*parts, sinks_N11, rows, sequence, scale, rounded)
+            out_NID, lse_NI1 = _attend_rows(*parts, sinks_N11, rows, sequence, units, rounded)
             out_NQD[:, first + rows.start : first + rows.stop] = out_NID
             lse_NQ1[:, first + rows.start : first + rows.stop] = lse_NI1
     return out_NQD.unflatten(0, (-1, heads)), lse_NQ1.squeeze(-1).unflatten(0, (-1, heads))
@@ -130,7 +134,7 @@ def _attend_rows(
     sinks_N11: Tensor | None,
     rows: range,
     sequence: Sequence,
-    scale: float,
+    units: ScoreUnits,
     rounded: Rounder,
 ) -> tuple[Tensor, Tensor]:
     """Attend some rows: every split of the keys, and their merger if there are several."""
@@ -140,13 +144,13 @@ def _attend_rows(
         # the sink counts once, in the first split
         state = _start(q, v, rows, None if states else sinks_N11)
         for keys in blocks:
-            scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, scale, rounded)
-            _update(state, scores_NIJ, v, rows, keys, sequence, rounded)
+            scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, units, rounded)
+            _update(state, scores_NIJ, v, rows, keys, sequence, units, rounded)
         states.append(state)
     kept_scale = sequence.mask.kept_scale()
     if splits == 1:
-        return _finish(states[0], rows, kept_scale, rounded)
-    return _merge(states, rows, kept_scale, rounded)
+        return _finish(states[0], rows, kept_scale, units, rounded)
+    return _merge(states, rows, kept_scale, units, rounded)
 
 
 def _key_blocks(rows: range, sequence: Sequence, numerics: FlashNumerics) -> Iterator[list[range]]:
@@ -183,6 +187,7 @@ def _update(
     rows: range,
     keys: range,
     sequence: Sequence,
+    units: ScoreUnits,
     rounded: Rounder,
 ) -> None:
     """Fold one block of scores, which is overwritten, into the state."""
@@ -190,14 +195,16 @@ def _update(
     row_value, dims, exp = range(1), range(state.acc.shape[-1]), numerics.softmax.exp
     new_max = torch.maximum(state.max, block_maximum(scores_NIJ, numerics.softmax))
     new_max = rounded(new_max, "max", rows, row_value, step)
-    new_max = running_maximum(state.max, new_max, numerics.softmax)
+    new_max = running_maximum(state.max, new_max, numerics.softmax, units)
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN; with 0 subtracted
     # instead its P and alpha are exp(-inf) = 0.
     shift = finite_or_zero(new_max)
-    p_NIJ = exponential(rounded(scores_NIJ.sub_(shift), "exponents", rows, keys), exp)
-    p_NIJ = rounded(p_NIJ, "p", rows, keys)
-    alpha = rounded(state.max.sub_(shift), "alpha_exponent", rows, row_value, step)
-    alpha = rounded(exponential(alpha, exp), "alpha", rows, row_value, step)
+    subtracted = shift if units.log2 is None else shift * units.log2
+    p_NIJ = rounded(exponents(scores_NIJ, subtracted, units), "exponents", rows, keys)
+    p_NIJ = rounded(weights(p_NIJ, exp, units), "p", rows, keys)
+    alpha = state.max.sub_(shift) if units.log2 is None else state.max.sub_(shift).mul_(units.log2)
+    alpha = rounded(alpha, "alpha_exponent", rows, row_value, step)
+    alpha = rounded(weights(alpha, exp, units), "alpha", rows, row_value, step)
     old_sum = rounded(state.sum.mul_(alpha), "rescaled_sum", rows, row_value, step)
     block_sum = rounded(p_NIJ.sum(dim=-1, keepdim=True), "block_sum", rows, row_value, step)
     new_sum = rounded(old_sum + block_sum, "sum", rows, row_value, step)
@@ -244,12 +251,12 @@ def _add_values(
 
 
 def _finish(
-    state: _State, rows: range, kept_scale: float, rounded: Rounder
+    state: _State, rows: range, kept_scale: float, units: ScoreUnits, rounded: Rounder
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse; what dropout kept is scaled here, and with key_outer in each block."""
     dims = range(state.acc.shape[-1])
     log_NI1 = rounded(state.sum.log(), "log_sum", rows, range(1))
-    lse_NI1 = rounded(state.max + log_NI1, "lse", rows, range(1))
+    lse_NI1 = rounded(_natural(state.max, units) + log_NI1, "lse", rows, range(1))
     if rounded.numerics.tiling.loop_order == "key_outer":
         return state.acc, lse_NI1
     out_NID = state.acc.div_(_or_one(state.sum))
@@ -258,7 +265,7 @@ def _finish(
 
 
 def _merge(
-    states: list[_State], rows: range, kept_scale: float, rounded: Rounder
+    states: list[_State], rows: range, kept_scale: float, units: ScoreUnits, rounded: Rounder
 ) -> tuple[Tensor, Tensor]:
     """Merge what the splits attended, weighted by exp(lse of a split - the largest lse)."""
     exp = rounded.numerics.softmax.exp
@@ -267,7 +274,8 @@ def _merge(
     for index, state in enumerate(states):
         out_NID = state.acc.div_(_or_one(state.sum))
         outs.append(rounded(out_NID, "split_output", rows, dims, index))
-        lse_NI1 = state.max + rounded(state.sum.log(), "log_sum", rows, one, index)
+        log_NI1 = rounded(state.sum.log(), "log_sum", rows, one, index)
+        lse_NI1 = _natural(state.max, units) + log_NI1
         lses.append(rounded(lse_NI1, "split_lse", rows, one, index))
     largest_NI1 = torch.stack(lses).amax(dim=0)
     shift_NI1 = finite_or_zero(largest_NI1)
@@ -285,6 +293,10 @@ def _merge(
     log_NI1 = rounded(total_NI1.log(), "split_log", rows, one)
     lse_NI1 = rounded(shift_NI1 + log_NI1, "lse", rows, one)
     return out_NID, lse_NI1
+
+
+def _natural(score: Tensor, units: ScoreUnits) -> Tensor:
+    return score if units.natural == 1.0 else score * units.natural
 
 
 def _or_one(x: Tensor) -> Tensor:
@@ -309,9 +321,11 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     return torch.where(repeated_NI1 & (max_NI1 > -torch.inf), moved_NI1, max_NI1)
 
 
-def running_maximum(old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax) -> Tensor:
+def running_maximum(
+    old_NI1: Tensor, new_NI1: Tensor, softmax: Softmax, units: ScoreUnits
+) -> Tensor:
     """Return the old maximum where the new one exceeds it by no more than the threshold."""
     if softmax.rescale_threshold == 0.0:
         return new_NI1
-    growth_NI1 = (new_NI1 - old_NI1) * math.log2(math.e)
+    growth_NI1 = (new_NI1 - old_NI1) * (LOG2_E if units.log2 is None else units.log2)
     return torch.where(growth_NI1 <= softmax.rescale_threshold, old_NI1, new_NI1)
