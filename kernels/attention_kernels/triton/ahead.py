@@ -12,6 +12,7 @@ Leaves out launches (`launch`).
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +25,19 @@ from triton.compiler import compile as compile_kernel
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.triton import fast, fast_launch
 from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 from attention_kernels.triton.launch import STAGES, warps_of
 
 __all__ = [
+    "FAST_KERNELS",
     "KERNELS",
     "SHARED_MEMORY",
     "MachineCode",
     "compile_ahead",
+    "compile_fast_ahead",
     "machine_code",
     "signature_of",
 ]
@@ -42,7 +46,18 @@ KERNELS: dict[str, Any] = {
     kernel.__name__: kernel
     for kernel in (forward_kernel, merge_kernel, dq_kernel, dkv_kernel, dbias_kernel)
 }
-"""Every kernel by its name."""
+"""Every dialled kernel by its name."""
+
+FAST_KERNELS: dict[str, Any] = {
+    "forward": fast.fast_forward_kernel,
+    "dq": fast.fast_dq_kernel,
+    "dkv": fast.fast_dkv_kernel,
+    "dk": fast.fast_dkv_kernel,
+    "dv": fast.fast_dkv_kernel,
+}
+"""The kernels of the fast path by the names of their tiles."""
+_DESCRIBED = {"forward": ("p_k", "p_v"), "dq": ("p_k", "p_v")}
+"""What a fast kernel reads by descriptors; the others q and dout."""
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that a program may have, by compute capability."""
@@ -66,12 +81,16 @@ class MachineCode(NamedTuple):
 
 
 def signature_of(
-    kernel: Any, numerics: FlashNumerics, dtype: torch.dtype, mask: Mask
+    kernel: Any,
+    numerics: FlashNumerics,
+    dtype: torch.dtype,
+    mask: Mask,
+    operands: Sequence[str] = ("p_q", "p_k", "p_v", "p_dout"),
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Return the types of a kernel's arguments as `launch` gives them, constants and attributes.
 
-    For contiguous tensors of `dtype`; `numerics` is resolved. Both mappings are by the argument's
-    place, as Triton wants them.
+    For contiguous tensors, `operands` of `dtype` and the others in the work format; `numerics` is
+    resolved. Both mappings are by the argument's place, as Triton wants them.
     """
     work = numerics.work_dtype()
     container = format_named(numerics.forward.operands)
@@ -112,7 +131,7 @@ def signature_of(
             constants[(index, 3)] = 1
             attributes |= {(index, axis): [["tt.divisibility", 16]] for axis in range(3)}
         elif name.startswith("p_"):
-            operand = name in ("p_q", "p_k", "p_v", "p_dout")
+            operand = name in operands
             signature[name] = held if operand else _POINTERS[work]
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
@@ -162,6 +181,55 @@ def compile_ahead(
         if compiled.metadata.shared <= SHARED_MEMORY[arch]:
             break
     return compiled
+
+
+def compile_fast_ahead(
+    name: str,
+    arch: int,
+    numerics: FlashNumerics,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    mask: Mask | None = None,
+    group: int = 1,
+    tile: fast_launch.Tile | None = None,
+) -> Any:
+    """Return a kernel of the fast path compiled for `arch` in its own tile, or in another one.
+
+    `name` is one of `FAST_KERNELS`; tensors are aligned, so that sm_90 and later read by
+    descriptors, unless they are packed.
+    """
+    kernel, mask, resolved = FAST_KERNELS[name], mask or Mask(), numerics.resolve(dtype)
+    tile = tile or fast_launch.tile_of(name, arch, head_dim)
+    if tile is None:
+        raise ValueError(f"compile_fast_ahead: {name} must have a tile, has none at {head_dim}")
+    q = torch.empty(1, group, 64, head_dim, dtype=dtype, device="meta")
+    values = constants_of(q, q[:, :1], q[:, :1], mask=mask, scale=1.0, numerics=resolved)
+    descriptors = arch >= 90 and not values.packed
+    values = fast_launch.fast_constants(
+        values,
+        block_q=tile.block_q,
+        block_k=tile.block_k,
+        descriptors=descriptors,
+        makes_dk=name != "dv",
+        makes_dv=name != "dk",
+    )
+    narrow = ["p_q", "p_k", "p_v", "p_out", "p_dout", "p_dq"]
+    narrow += ["p_dk", "p_dv"] if group == 1 else []
+    signature, constants, attributes = signature_of(kernel, resolved, dtype, mask, narrow)
+    names = [parameter.name for parameter in kernel.params]
+    if descriptors:
+        rows = tile.block_k if name in _DESCRIBED else tile.block_q
+        kind = f"tensordesc<{_POINTERS[dtype][1:]}[1, 1, {rows}, {values.block_d}]>"
+        for described in _DESCRIBED.get(name, ("p_q", "p_dout")):
+            signature[described] = kind
+            del attributes[(names.index(described),)]
+    constants[(len(names) - 1,)] = values
+    return compile_kernel(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes),
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False},
+    )
 
 
 def machine_code(compiled: Any) -> MachineCode:

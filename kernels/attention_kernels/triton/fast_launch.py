@@ -82,6 +82,30 @@ KERNELS = ("forward", "dq", "dkv", "dk", "dv")
 both at once would spill registers."""
 
 TILES: dict[int, dict[tuple[str, int], Tile]] = {
+    80: {
+        ("forward", 64): Tile(64, 64, 4, 2),
+        ("forward", 128): Tile(64, 64, 4, 2),
+        ("forward", 256): Tile(64, 64, 8, 2),
+        ("dq", 64): Tile(64, 64, 4, 2),
+        ("dq", 128): Tile(64, 64, 4, 2),
+        ("dq", 256): Tile(64, 32, 8, 2),
+        ("dkv", 64): Tile(64, 64, 4, 2),
+        ("dkv", 128): Tile(64, 64, 8, 2),
+        ("dk", 256): Tile(32, 64, 8, 2),
+        ("dv", 256): Tile(32, 64, 8, 2),
+    },
+    100: {
+        ("forward", 64): Tile(64, 64, 4, 3),
+        ("forward", 128): Tile(64, 64, 4, 3),
+        ("forward", 256): Tile(64, 64, 4, 3),
+        ("dq", 64): Tile(128, 64, 8, 3),
+        ("dq", 128): Tile(128, 64, 8, 3),
+        ("dq", 256): Tile(128, 32, 8, 3),
+        ("dkv", 64): Tile(64, 64, 4, 2),
+        ("dkv", 128): Tile(64, 64, 4, 2),
+        ("dk", 256): Tile(64, 64, 4, 2),
+        ("dv", 256): Tile(64, 64, 4, 2),
+    },
     90: {
         ("forward", 64): Tile(64, 64, 4, 3),
         ("forward", 128): Tile(64, 64, 4, 3),
