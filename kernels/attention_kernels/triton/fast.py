@@ -193,14 +193,14 @@ def fast_forward_kernel(
 
 
 @triton.jit
-def _probabilities(b_scores, b_lse, masks, N: tl.constexpr):
-    log2 = number(masks.scalars.log2, N.work)
-    return tl.exp2(fused(b_scores, log2, finite_or_zero(b_lse) * _LOG2_E))
+def _probabilities(b_scores, b_shift, masks, N: tl.constexpr):
+    """Return P of scores and of what their exponents of 2 are less by, the LSE times log2(e)."""
+    return tl.exp2(fused(b_scores, number(masks.scalars.log2, N.work), b_shift))
 
 
 @triton.jit
 def _add_keys(
-    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
+    b_dq, b_q, b_do, b_shift, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
     query_len, key_len, first, stop, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dQ of a query block with what the key blocks of [first, stop) add to it."""
@@ -211,7 +211,7 @@ def _add_keys(
         b_scores = dot(b_q, tl.trans(b_k), N.work, N.dot)  # [BLOCK_Q, BLOCK_K]
         if MASKED:
             b_scores = _hide(b_scores, masks, o_q[:, None], o_k[None, :], query_len, key_len, N)
-        b_p = _probabilities(b_scores, b_lse[:, None], masks, N)
+        b_p = _probabilities(b_scores, b_shift[:, None], masks, N)
         b_dp = dot(b_do, tl.trans(b_v), N.work, N.dot)
         b_ds = _operand((b_dp - b_delta[:, None]) * b_p, "ds", N)
         b_dq += dot(b_ds, b_k, N.work, N.dot)
@@ -226,6 +226,7 @@ def fast_dq_kernel(
     p_out,
     p_dout,
     p_lse,
+    p_shift,
     p_delta,
     p_dq,
     q_strides,
@@ -241,7 +242,10 @@ def fast_dq_kernel(
     key_rows,
     N: tl.constexpr,
 ):
-    """Write dQ and delta of block_q rows of one query head."""
+    """Write dQ of block_q rows of one query head, and what `fast_dkv_kernel` reads of each row.
+
+    That is delta, and the shift of its exponents.
+    """
     o_start, o_head, o_batch = _place_queries(max_query_len, heads, N)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
     k_first, key_len = bounds(masks.cu_k, o_batch, key_rows, N)
@@ -260,7 +264,9 @@ def fast_dq_kernel(
     p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
     tl.store(p_delta + o_q, b_delta, mask=m_q)
     p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
-    b_lse = tl.load(p_lse + o_q, mask=m_q, other=0.0)
+    b_shift = finite_or_zero(tl.load(p_lse + o_q, mask=m_q, other=0.0)) * _LOG2_E
+    p_shift = at_row(p_shift, o_batch, o_head, heads, query_rows, q_first, N)
+    tl.store(p_shift + o_q, b_shift, mask=m_q)
 
     b_dq = tl.full((N.block_q, N.block_d), 0.0, N.work)
     left, right = whole(masks.scalars.left), whole(masks.scalars.right)
@@ -268,15 +274,15 @@ def fast_dq_kernel(
     begin, end = whole_span(o_start, query_len, key_len, left, right, first, stop, N)
     if N.has_left:
         b_dq = _add_keys(
-            b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
+            b_dq, b_q, b_do, b_shift, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
             query_len, key_len, first, begin, N, True,
         )  # fmt: skip
     b_dq = _add_keys(
-        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
+        b_dq, b_q, b_do, b_shift, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
         query_len, key_len, begin, end, N, False,
     )  # fmt: skip
     b_dq = _add_keys(
-        b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
+        b_dq, b_q, b_do, b_shift, b_delta, p_k, p_v, k_strides, v_strides, at, masks, o_q,
         query_len, key_len, end, stop, N, True,
     )  # fmt: skip
     p_dq = at_head(p_dq, dq_strides, o_batch, o_head, q_first, N)
@@ -286,26 +292,26 @@ def fast_dq_kernel(
 
 @triton.jit
 def _add_queries(
-    b_dk, b_dv, b_k, b_v, p_q, p_dout, p_lse, p_delta, q_strides, dout_strides, at, masks, o_k,
+    b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks, o_k,
     query_len, key_len, first, stop, N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dK and dV of a key block with what the query blocks of [first, stop) add to them.
 
     Keys past the end need no mask: what they get is not stored. Queries past the end have an
-    infinite lse, so that their P is 0.
+    infinite shift, so that their P is 0.
     """
     for q_start in range(first, stop, N.block_q):
         o_q = q_start + tl.arange(0, N.block_q)
         b_q = _tile(p_q, q_strides, at, q_start, query_len, N.block_q, N, MASKED, False)
         b_do = _tile(p_dout, dout_strides, at, q_start, query_len, N.block_q, N, MASKED, True)
         if MASKED:
-            b_lse = tl.load(p_lse + o_q, mask=o_q < query_len, other=float("inf"))
+            b_shift = tl.load(p_shift + o_q, mask=o_q < query_len, other=float("inf"))
         else:
-            b_lse = tl.load(p_lse + o_q)
+            b_shift = tl.load(p_shift + o_q)
         b_scores = dot(b_k, tl.trans(b_q), N.work, N.dot)  # [BLOCK_K, BLOCK_Q]
         if MASKED:
             b_scores = _hide(b_scores, masks, o_q[None, :], o_k[:, None], query_len, key_len, N)
-        b_p = _probabilities(b_scores, b_lse[None, :], masks, N)
+        b_p = _probabilities(b_scores, b_shift[None, :], masks, N)
         if N.makes_dk:
             if MASKED:
                 b_delta = tl.load(p_delta + o_q, mask=o_q < query_len, other=0.0)
@@ -326,7 +332,7 @@ def fast_dkv_kernel(
     p_k,
     p_v,
     p_dout,
-    p_lse,
+    p_shift,
     p_delta,
     p_dk,
     p_dv,
@@ -355,7 +361,7 @@ def fast_dkv_kernel(
     at = (o_batch, o_head)
     p_q = _head(p_q, q_strides, o_batch, o_head, q_first, N)
     p_dout = _head(p_dout, dout_strides, o_batch, o_head, q_first, N)
-    p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
+    p_shift = at_row(p_shift, o_batch, o_head, heads, query_rows, q_first, N)
     p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
     p_k = at_head(p_k, k_strides, o_batch, o_head // N.group, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_head // N.group, k_first, N)
@@ -369,15 +375,15 @@ def fast_dkv_kernel(
     begin, end = whole_row_span(o_start, query_len, key_len, left, right, first, stop, N)
     if N.has_right:
         b_dk, b_dv = _add_queries(
-            b_dk, b_dv, b_k, b_v, p_q, p_dout, p_lse, p_delta, q_strides, dout_strides, at, masks,
+            b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
             o_k, query_len, key_len, first, begin, N, True,
         )  # fmt: skip
     b_dk, b_dv = _add_queries(
-        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_lse, p_delta, q_strides, dout_strides, at, masks,
+        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
         o_k, query_len, key_len, begin, end, N, False,
     )  # fmt: skip
     b_dk, b_dv = _add_queries(
-        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_lse, p_delta, q_strides, dout_strides, at, masks,
+        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
         o_k, query_len, key_len, end, stop, N, True,
     )  # fmt: skip
 

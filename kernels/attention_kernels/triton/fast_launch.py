@@ -216,7 +216,7 @@ def backward(
     call = _Call(q, k, v, mask, scale, numerics)
     q, k, v, out, dout = kernel_inputs(torch.float32, q, k, v, out, dout)
     lse = lse.contiguous()
-    delta, dq = torch.empty_like(lse), call.make(q.shape, q.dtype)
+    shift, delta, dq = torch.empty_like(lse), torch.empty_like(lse), call.make(q.shape, q.dtype)
     heads, lengths = q.shape[1], call.lengths
     strides = tuple(x.stride() for x in (q, k, v))
     tile = call.tiles["dq"]
@@ -225,14 +225,14 @@ def backward(
         fast_dq_kernel,
         blocks_of(lengths.query, tile.block_q) * heads * lengths.batches,
         (
-            *(q, *read, out, dout, lse, delta, dq),
+            *(q, *read, out, dout, lse, shift, delta, dq),
             *(*strides, *(x.stride() for x in (out, dout, dq)), call.masks),
         ),
         (heads, lengths.query, q.shape[2], k.shape[2]),
         tile,
         descriptors=descriptors,
     )
-    # what `fast_dq_kernel` left in delta is read by launches after it on the same stream
+    # what `fast_dq_kernel` wrote of rows is read by launches after it on the same stream
     dtype = q.dtype if call.group == 1 else torch.float32
     dk, dv = (call.make((q.shape[0], heads, *x.shape[2:]), dtype) for x in (k, v))
     for name in ("dkv", "dk", "dv"):
@@ -244,7 +244,7 @@ def backward(
             fast_dkv_kernel,
             blocks_of(lengths.key, tile.block_k) * heads * lengths.batches,
             (
-                *(q_read, k, v, dout_read, lse, delta, dk, dv),
+                *(q_read, k, v, dout_read, shift, delta, dk, dv),
                 *(*strides, *(x.stride() for x in (dout, dk, dv)), call.masks),
             ),
             (heads, lengths.key, q.shape[2], k.shape[2]),
