@@ -9,9 +9,8 @@ positive, so that it would not keep the order of scores, they are scaled first, 
 """
 
 import math
+import struct
 from typing import NamedTuple
-
-import torch
 
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
@@ -46,4 +45,5 @@ def score_units(numerics: FlashNumerics, mask: Mask, scale: float) -> ScoreUnits
 
 
 def _held(x: float, numerics: FlashNumerics) -> float:
-    return torch.tensor(x, dtype=numerics.work_dtype()).item()
+    """Return a number as the work format holds it."""
+    return x if numerics.work_format == "fp64" else struct.unpack("f", struct.pack("f", x))[0]

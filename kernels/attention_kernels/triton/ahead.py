@@ -26,7 +26,14 @@ from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.triton import fast, fast_launch
-from attention_kernels.triton.arguments import Factors, Masks, Scalars, constants_of
+from attention_kernels.triton.arguments import (
+    Factors,
+    Masks,
+    Places,
+    PlaceScalars,
+    Scalars,
+    constants_of,
+)
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
 from attention_kernels.triton.forward import forward_kernel, merge_kernel
 from attention_kernels.triton.launch import STAGES, warps_of
@@ -204,10 +211,9 @@ def compile_fast_ahead(
     if tile is None:
         raise ValueError(f"compile_fast_ahead: {name} must have a tile, has none at {head_dim}")
     q = torch.empty(1, group, 64, head_dim, dtype=dtype, device="meta")
-    values = constants_of(q, q[:, :1], q[:, :1], mask=mask, scale=1.0, numerics=resolved)
-    descriptors = arch >= 90 and not values.packed
+    descriptors = arch >= 90 and mask.cu_seqlens_q is None
     values = fast_launch.fast_constants(
-        values,
+        fast_launch.key_of(q, q[:, :1], q[:, :1], mask, resolved),
         block_q=tile.block_q,
         block_k=tile.block_k,
         descriptors=descriptors,
@@ -217,6 +223,12 @@ def compile_fast_ahead(
     narrow = ["p_q", "p_k", "p_v", "p_out", "p_dout", "p_dq"]
     narrow += ["p_dk", "p_dv"] if group == 1 else []
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask, narrow)
+    at = [parameter.name for parameter in kernel.params].index("masks")
+    constants = {place: x for place, x in constants.items() if place[0] != at}
+    packed = mask.cu_seqlens_q is not None
+    scalars = PlaceScalars("fp32", "fp32", ("fp32",) * 2, ("fp32",) * 2)
+    signature["masks"] = Places(*["*i32" if packed else "constexpr"] * 2, scalars)
+    constants |= {} if packed else {(at, 0): None, (at, 1): None}
     names = [parameter.name for parameter in kernel.params]
     if descriptors:
         rows = tile.block_k if name in _DESCRIBED else tile.block_q

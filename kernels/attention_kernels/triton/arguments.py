@@ -38,12 +38,16 @@ __all__ = [
     "Factors",
     "Lengths",
     "Masks",
+    "PlaceScalars",
+    "Places",
     "Scalars",
     "constants_of",
     "factors_of",
     "kernel_inputs",
     "lengths_of",
     "masks_of",
+    "narrower",
+    "places_of",
 ]
 
 
@@ -127,7 +131,7 @@ def constants_of(
                 f"triton: {name} must be a power of two, got {block}; use another block or "
                 "engine='twin'"
             )
-    left, right = _narrower(mask.offsets(), q, k)
+    left, right = narrower(mask.offsets(), q, k)
     units = score_units(numerics, mask, scale)
     points = []
     for name, point in POINTS.items():
@@ -181,7 +185,7 @@ def constants_of(
     )
 
 
-def _narrower(
+def narrower(
     offsets: tuple[int | None, int | None], q: Tensor, k: Tensor
 ) -> tuple[int | None, int | None]:
     """Return the offsets less those that hide nothing: added to a place they may pass 32 bits."""
@@ -257,6 +261,23 @@ class Masks(NamedTuple):
     scalars: Scalars
 
 
+class Places(NamedTuple):
+    """What a mask of positions alone hands to a kernel that knows no other: the fast path's."""
+
+    cu_q: Tensor | None
+    cu_k: Tensor | None
+    scalars: "PlaceScalars"
+
+
+class PlaceScalars(NamedTuple):
+    """The scalars of `Places`; see `Scalars`."""
+
+    scale: float
+    log2: float
+    left: Halves
+    right: Halves
+
+
 class Lengths(NamedTuple):
     """How many sequences there are, and the longest query and key lengths among them."""
 
@@ -329,10 +350,18 @@ def masks_of(
     )
 
 
+def places_of(mask: Mask, q: Tensor, k: Tensor, *, scale: float, numerics: FlashNumerics) -> Places:
+    """Return what the fast path's kernels read of a mask; they work in FP32."""
+    left, right = narrower(mask.offsets(), q, k)
+    log2 = score_units(numerics, mask, scale).log2 or 1.0
+    scalars = PlaceScalars(float(scale), log2, _halves(left or 0, 2), _halves(right or 0, 2))
+    return Places(mask.cu_seqlens_q, mask.cu_seqlens_k, scalars)
+
+
 def _scalars_of(
     mask: Mask, q: Tensor, k: Tensor, scale: float, numerics: FlashNumerics, draws: Draws
 ) -> Scalars:
-    left, right = _narrower(mask.offsets(), q, k)
+    left, right = narrower(mask.offsets(), q, k)
     word = keep_word(mask.dropout_seed, mask.dropout_offset) if mask.dropout_p else 0
     log2 = score_units(numerics, mask, scale).log2 or 1.0
     scale_, log2, softcap, kept_scale = (

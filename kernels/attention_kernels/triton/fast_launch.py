@@ -14,7 +14,7 @@ are aligned as they demand, else by pointers, to the same bits.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,13 @@ from torch import Tensor
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
 from attention_kernels.profiles import PROFILES
-from attention_kernels.rounding_key import draws_of
 from attention_kernels.triton.arguments import (
     Constants,
     constants_of,
     kernel_inputs,
     lengths_of,
-    masks_of,
+    narrower,
+    places_of,
 )
 from attention_kernels.triton.fast import (
     fast_dkv_kernel,
@@ -49,6 +49,7 @@ __all__ = [
     "fast_constants",
     "forward",
     "is_describable",
+    "key_of",
     "tile_of",
 ]
 
@@ -192,7 +193,7 @@ def forward(
     call.run(
         fast_forward_kernel,
         blocks_of(call.lengths.query, tile.block_q) * q.shape[1] * call.lengths.batches,
-        (q, *read, out, lse, *(x.stride() for x in (q, k, v, out)), call.masks),
+        (q, *read, out, lse, *(x.stride() for x in (q, k, v, out)), call.places),
         (q.shape[1], call.lengths.query, q.shape[2], k.shape[2]),
         tile,
         descriptors=descriptors,
@@ -226,7 +227,7 @@ def backward(
         blocks_of(lengths.query, tile.block_q) * heads * lengths.batches,
         (
             *(q, *read, out, dout, lse, shift, delta, dq),
-            *(*strides, *(x.stride() for x in (out, dout, dq)), call.masks),
+            *(*strides, *(x.stride() for x in (out, dout, dq)), call.places),
         ),
         (heads, lengths.query, q.shape[2], k.shape[2]),
         tile,
@@ -245,7 +246,7 @@ def backward(
             blocks_of(lengths.key, tile.block_k) * heads * lengths.batches,
             (
                 *(q_read, k, v, dout_read, shift, delta, dk, dv),
-                *(*strides, *(x.stride() for x in (dout, dk, dv)), call.masks),
+                *(*strides, *(x.stride() for x in (dout, dk, dv)), call.places),
             ),
             (heads, lengths.key, q.shape[2], k.shape[2]),
             tile,
@@ -264,11 +265,10 @@ class _Call:
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, numerics: FlashNumerics
     ) -> None:
-        draws = draws_of(numerics.arithmetic.seed)  # none is drawn: fa2 rounds to nearest
-        self.masks = masks_of(mask, q, k, scale=scale, numerics=numerics, draws=draws)
+        self.places = places_of(mask, q, k, scale=scale, numerics=numerics)
         self.lengths = lengths_of(mask, q, k)
-        self.constants = constants_of(q, k, v, mask=mask, scale=scale, numerics=numerics)
-        self.group, self.packed = self.constants.group, self.constants.packed
+        self.key = key_of(q, k, v, mask, numerics)
+        self.group, self.packed = self.key.group, self.key.packed
         self.device = q.device
         self.arch = architecture(q.device)
         tiling, width = numerics.tiling, max(q.shape[3], v.shape[3])
@@ -305,26 +305,56 @@ class _Call:
     ) -> None:
         """Run a kernel in a tile, with fewer stages where those do not fit."""
         blocks = {"block_q": tile.block_q, "block_k": tile.block_k}
-        constants = fast_constants(self.constants, **blocks, **changes)
+        constants = fast_constants(self.key, **blocks, **changes)
         stages = tuple(range(tile.stages, 0, -1))
-        run(kernel, programs, (*arguments, *counts), constants, warps=tile.warps, stages=stages)
+        arguments = (*arguments, *counts)
+        options = {"device": self.device, "warps": tile.warps, "stages": stages}
+        run(kernel, programs, arguments, constants, **options)
 
     def add_group(self, parts: Tensor, like: Tensor, *, of_dk: bool) -> Tensor:
         """Return dK or dV, shaped and typed as `like`, of what each query head adds to it."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         size = like.shape[2] * like.shape[3]
-        constants = fast_constants(self.constants)
+        constants = fast_constants(self.key, adds_dk=of_dk)
         programs = blocks_of(size, constants.block_values) * like.shape[0] * like.shape[1]
-        arguments = (parts, total, self.masks, size)
-        group_constants = replace(constants, adds_dk=of_dk)
-        run(fast_group_kernel, programs, arguments, group_constants, warps=4, stages=(1,))
+        arguments = (parts, total, self.places, size)
+        options = {"device": self.device, "warps": 4, "stages": (1,)}
+        run(fast_group_kernel, programs, arguments, constants, **options)
         return total
 
 
+class Key(NamedTuple):
+    """What a call's kernels are compiled for, but for their tiles."""
+
+    numerics: FlashNumerics
+    dtype: torch.dtype
+    group: int
+    head_dim: int
+    v_head_dim: int
+    left: bool
+    right: bool
+    packed: bool
+
+
+def key_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, numerics: FlashNumerics) -> Key:
+    """Return the key of a call; `numerics` is resolved."""
+    group = q.shape[1] // k.shape[1]
+    left, right = (x is not None for x in narrower(mask.offsets(), q, k))
+    packed = mask.cu_seqlens_q is not None
+    return Key(numerics, q.dtype, group, q.shape[3], v.shape[3], left, right, packed)
+
+
 @functools.lru_cache(maxsize=1024)
-def fast_constants(constants: Constants, **changes: Any) -> FastConstants:
-    """Return the constants of a fast kernel, those of a dialled one with changes."""
-    return FastConstants(**(vars(constants) | changes))
+def fast_constants(key: Key, **changes: Any) -> FastConstants:
+    """Return the constants of a fast kernel: `changes` are its tile and what it makes."""
+    make = functools.partial(torch.empty, dtype=key.dtype, device="meta")
+    heads = ((key.group, key.head_dim), (1, key.head_dim), (1, key.v_head_dim))
+    q, k, v = (make(1, count, 9, width) for count, width in heads)
+    starts = torch.zeros(2, dtype=torch.int32) if key.packed else None
+    window = (4 if key.left else None, 4 if key.right else None)
+    mask = Mask(window=window, cu_seqlens_q=starts, cu_seqlens_k=starts)
+    held = constants_of(q, k, v, mask=mask, scale=1.0, numerics=key.numerics)
+    return FastConstants(**(vars(held) | changes))
 
 
 def _descriptor(x: Tensor, rows: int) -> Any:

@@ -309,5 +309,13 @@ def _launch(
     constants: Constants,
     fp_fusion: bool = False,
 ) -> None:
-    warps = warps_of(kernel, constants)
-    run(kernel, programs, arguments, constants, warps=warps, stages=STAGES, fp_fusion=fp_fusion)
+    run(
+        kernel,
+        programs,
+        arguments,
+        constants,
+        device=arguments[0].device,
+        warps=warps_of(kernel, constants),
+        stages=STAGES,
+        fp_fusion=fp_fusion,
+    )

@@ -83,16 +83,16 @@ def run(
     arguments: tuple[Any, ...],
     constants: Constants,
     *,
+    device: torch.device,
     warps: int,
     stages: tuple[int, ...],
     fp_fusion: bool = False,
 ) -> None:
-    """Run `programs` programs of a kernel on the device of its first argument.
+    """Run `programs` programs of a kernel on the device where its arguments are.
 
     Of `stages` the first is taken that fits the GPU. ValueError where none does, and for a device
     or an option that cannot be.
     """
-    device = arguments[0].device
     if device.type == "cpu":
         if fp_fusion:
             raise ValueError(
@@ -102,7 +102,8 @@ def run(
         interpret(kernel, programs, arguments, constants)
     elif device.type == "cuda":
         options = {"num_warps": warps, "enable_fp_fusion": fp_fusion}
-        _run_compiled(kernel, programs, arguments, constants, options, stages)
+        with torch.cuda.device(device):
+            _run_compiled(kernel, programs, arguments, constants, options, stages)
     else:
         raise ValueError(
             f"triton: q must be on a cpu or cuda device, got {device}; use engine='twin'"
@@ -125,8 +126,7 @@ def _run_compiled(
     too_large = None
     for count in stages:
         try:
-            with torch.cuda.device(arguments[0].device):
-                kernel[(programs,)](*arguments, N=constants, **options, num_stages=count)
+            kernel[(programs,)](*arguments, N=constants, **options, num_stages=count)
             return
         except OutOfResources as error:
             too_large = error

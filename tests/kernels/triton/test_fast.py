@@ -199,3 +199,43 @@ def test_compiled_what_lies_past_a_tensor_is_not_read(causal):
     beside = both(q, k, v, dout, Mask(causal=causal))
     for name in NAMES:
         assert torch.equal(beside[name][0][:1], alone[name][0]), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("arch", sorted(TILES))
+def test_a_gpu_is_launched_with_what_its_kernels_take(arch, kv_heads, head_dim, monkeypatch):
+    launched = []
+
+    def record(kernel, programs, arguments, constants, *, device, warps, stages):
+        assert len(arguments) == len(kernel.params) - 1, "N is the last"
+        described = [
+            p.name for p, x in zip(kernel.params, arguments, strict=False) if "Desc" in str(type(x))
+        ]
+        launched.append((kernel.__name__, programs, described, stages, constants))
+
+    monkeypatch.setattr(fast_launch, "run", record)
+    monkeypatch.setattr(fast_launch, "architecture", lambda device: arch)
+    monkeypatch.setattr(fast_launch, "kernel_inputs", lambda work, *tensors: list(tensors))
+    q, k, v, dout = draw(Shape(2, 4, kv_heads, 200, 130, head_dim), torch.bfloat16, "cpu")
+    call = {"mask": Mask(causal=True), "scale": 0.1, "numerics": PROFILES["fa2"].resolve(q.dtype)}
+    out, lse = fast_launch.forward(q, k, v, **call)
+    dq, dk, dv = fast_launch.backward(dout, q, k, v, out, lse, **call)
+    assert {x.dtype for x in (out, dq, dk, dv)} == {torch.bfloat16}
+    assert [x.shape for x in (dq, dk, dv)] == [x.shape for x in (q, k, v)]
+    names = [name for name, *_ in launched]
+    both = ["fast_dkv_kernel"] * (2 if head_dim == 256 else 1)
+    added = ["fast_group_kernel"] * (0 if kv_heads == 4 else 2)
+    assert names == ["fast_forward_kernel", "fast_dq_kernel", *both, *added]
+    for name, programs, described, stages, constants in launched:
+        if name == "fast_group_kernel":
+            continue
+        reads = ["p_q", "p_dout"] if name == "fast_dkv_kernel" else ["p_k", "p_v"]
+        assert described == ([] if arch == 80 else reads)
+        assert constants.descriptors == (arch != 80)
+        rows = 130 if name == "fast_dkv_kernel" else 200
+        block = constants.block_k if name == "fast_dkv_kernel" else constants.block_q
+        assert programs == -(-rows // block) * 4 * 2
+        assert list(stages) == sorted(stages, reverse=True)
+    made = [(c.makes_dk, c.makes_dv) for name, *_, c in launched if name == "fast_dkv_kernel"]
+    assert made == ([(True, False), (False, True)] if head_dim == 256 else [(True, True)])
