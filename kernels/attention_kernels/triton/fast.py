@@ -240,11 +240,13 @@ def fast_dq_kernel(
     max_query_len,
     query_rows,
     key_rows,
+    row_rows,
     N: tl.constexpr,
 ):
     """Write dQ of block_q rows of one query head, and what `fast_dkv_kernel` reads of each row.
 
-    That is delta, and the shift of its exponents.
+    That is delta, and the shift of its exponents, in `row_rows` rows, past the last query 0 and
+    infinity.
     """
     o_start, o_head, o_batch = _place_queries(max_query_len, heads, N)
     q_first, query_len = bounds(masks.cu_q, o_batch, query_rows, N)
@@ -261,12 +263,13 @@ def fast_dq_kernel(
     b_do = load_rows(p_dout, dout_strides, o_q, query_len, N, True, True)
     b_out = load_rows(p_out, out_strides, o_q, query_len, N, True, True)
     b_delta = row_sum(to_work(b_do, N.work) * to_work(b_out, N.work), 1)
-    p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
-    tl.store(p_delta + o_q, b_delta, mask=m_q)
+    p_delta = at_row(p_delta, o_batch, o_head, heads, row_rows, q_first, N)
+    m_row = m_q if N.packed else o_q < row_rows
+    tl.store(p_delta + o_q, b_delta, mask=m_row)
     p_lse = at_row(p_lse, o_batch, o_head, heads, query_rows, q_first, N)
-    b_shift = finite_or_zero(tl.load(p_lse + o_q, mask=m_q, other=0.0)) * _LOG2_E
-    p_shift = at_row(p_shift, o_batch, o_head, heads, query_rows, q_first, N)
-    tl.store(p_shift + o_q, b_shift, mask=m_q)
+    b_shift = finite_or_zero(tl.load(p_lse + o_q, mask=m_q, other=float("inf"))) * _LOG2_E
+    p_shift = at_row(p_shift, o_batch, o_head, heads, row_rows, q_first, N)
+    tl.store(p_shift + o_q, b_shift, mask=m_row)
 
     b_dq = tl.full((N.block_q, N.block_d), 0.0, N.work)
     left, right = whole(masks.scalars.left), whole(masks.scalars.right)
@@ -293,7 +296,7 @@ def fast_dq_kernel(
 @triton.jit
 def _add_queries(
     b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks, o_k,
-    query_len, key_len, first, stop, N: tl.constexpr, MASKED: tl.constexpr,
+    query_len, key_len, first, stop, N: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return dK and dV of a key block with what the query blocks of [first, stop) add to them.
 
@@ -302,21 +305,15 @@ def _add_queries(
     """
     for q_start in range(first, stop, N.block_q):
         o_q = q_start + tl.arange(0, N.block_q)
-        b_q = _tile(p_q, q_strides, at, q_start, query_len, N.block_q, N, MASKED, False)
-        b_do = _tile(p_dout, dout_strides, at, q_start, query_len, N.block_q, N, MASKED, True)
-        if MASKED:
-            b_shift = tl.load(p_shift + o_q, mask=o_q < query_len, other=float("inf"))
-        else:
-            b_shift = tl.load(p_shift + o_q)
+        b_q = _tile(p_q, q_strides, at, q_start, query_len, N.block_q, N, TAIL, False)
+        b_do = _tile(p_dout, dout_strides, at, q_start, query_len, N.block_q, N, TAIL, True)
+        b_shift = _load_row(p_shift, o_q, query_len, float("inf"), N)
         b_scores = dot(b_k, tl.trans(b_q), N.work, N.dot)  # [BLOCK_K, BLOCK_Q]
         if MASKED:
             b_scores = _hide(b_scores, masks, o_q[None, :], o_k[:, None], query_len, key_len, N)
         b_p = _probabilities(b_scores, b_shift[None, :], masks, N)
         if N.makes_dk:
-            if MASKED:
-                b_delta = tl.load(p_delta + o_q, mask=o_q < query_len, other=0.0)
-            else:
-                b_delta = tl.load(p_delta + o_q)
+            b_delta = _load_row(p_delta, o_q, query_len, 0.0, N)
             b_dp = dot(b_v, tl.trans(b_do), N.work, N.dot)
             b_ds = _operand((b_dp - b_delta[None, :]) * b_p, "ds", N)
         if N.makes_dv:
@@ -324,6 +321,16 @@ def _add_queries(
         if N.makes_dk:
             b_dk += dot(b_ds, b_q, N.work, N.dot)
     return b_dk, b_dv
+
+
+@triton.jit
+def _load_row(p_row, o_q, query_len, PAST: tl.constexpr, N: tl.constexpr):
+    """Load a number of each query; past the last it is there, unless sequences are packed."""
+    if N.packed:
+        b_row = tl.load(p_row + o_q, mask=o_q < query_len, other=PAST)
+    else:
+        b_row = tl.load(p_row + o_q)
+    return b_row
 
 
 @triton.jit
@@ -347,6 +354,7 @@ def fast_dkv_kernel(
     max_key_len,
     query_rows,
     key_rows,
+    row_rows,
     N: tl.constexpr,
 ):
     """Write what one query head adds to dK and dV, or one of them, of block_k rows of its kv head.
@@ -361,8 +369,8 @@ def fast_dkv_kernel(
     at = (o_batch, o_head)
     p_q = _head(p_q, q_strides, o_batch, o_head, q_first, N)
     p_dout = _head(p_dout, dout_strides, o_batch, o_head, q_first, N)
-    p_shift = at_row(p_shift, o_batch, o_head, heads, query_rows, q_first, N)
-    p_delta = at_row(p_delta, o_batch, o_head, heads, query_rows, q_first, N)
+    p_shift = at_row(p_shift, o_batch, o_head, heads, row_rows, q_first, N)
+    p_delta = at_row(p_delta, o_batch, o_head, heads, row_rows, q_first, N)
     p_k = at_head(p_k, k_strides, o_batch, o_head // N.group, k_first, N)
     p_v = at_head(p_v, v_strides, o_batch, o_head // N.group, k_first, N)
     b_k = load_rows(p_k, k_strides, o_k, key_len, N, True, False)
@@ -375,17 +383,20 @@ def fast_dkv_kernel(
     begin, end = whole_row_span(o_start, query_len, key_len, left, right, first, stop, N)
     if N.has_right:
         b_dk, b_dv = _add_queries(
-            b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
-            o_k, query_len, key_len, first, begin, N, True,
+            b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at,
+            masks, o_k, query_len, key_len, first, begin, N, True, True,
         )  # fmt: skip
+    # A descriptor gives zeros past the last query, so that blocks are alike to the end.
+    LAST: tl.constexpr = N.descriptors and not N.has_left
     b_dk, b_dv = _add_queries(
-        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
-        o_k, query_len, key_len, begin, end, N, False,
+        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at,
+        masks, o_k, query_len, key_len, begin, stop if LAST else end, N, False, False,
     )  # fmt: skip
-    b_dk, b_dv = _add_queries(
-        b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at, masks,
-        o_k, query_len, key_len, end, stop, N, True,
-    )  # fmt: skip
+    if not LAST:
+        b_dk, b_dv = _add_queries(
+            b_dk, b_dv, b_k, b_v, p_q, p_dout, p_shift, p_delta, q_strides, dout_strides, at,
+            masks, o_k, query_len, key_len, end, stop, N, True, N.has_left,
+        )  # fmt: skip
 
     if N.makes_dk:
         p_dk = at_head(p_dk, dk_strides, o_batch, o_head, k_first, N)

@@ -78,6 +78,8 @@ class Tile(NamedTuple):
     stages: int
 
 
+_ROWS = 256
+"""The largest block of queries, to a multiple of which the numbers of rows are filled up."""
 KERNELS = ("forward", "dq", "dkv", "dk", "dv")
 """Names of what has a tile: "dk" and "dv" are `fast_dkv_kernel` where it makes one of both, since
 both at once would spill registers."""
@@ -217,8 +219,11 @@ def backward(
     call = _Call(q, k, v, mask, scale, numerics)
     q, k, v, out, dout = kernel_inputs(torch.float32, q, k, v, out, dout)
     lse = lse.contiguous()
-    shift, delta, dq = torch.empty_like(lse), torch.empty_like(lse), call.make(q.shape, q.dtype)
-    heads, lengths = q.shape[1], call.lengths
+    dq, heads, lengths = call.make(q.shape, q.dtype), q.shape[1], call.lengths
+    # Filled, since that launches a kernel of torch's: it binds this thread, one of autograd's, to
+    # the GPU, without which no descriptor can be made.
+    row_rows = q.shape[2] if call.packed else blocks_of(q.shape[2], _ROWS) * _ROWS
+    shift, delta = torch.zeros((2, *q.shape[:2], row_rows), dtype=lse.dtype, device=q.device)
     strides = tuple(x.stride() for x in (q, k, v))
     tile = call.tiles["dq"]
     read, descriptors = call.read((k, v), tile.block_k)
@@ -229,7 +234,7 @@ def backward(
             *(q, *read, out, dout, lse, shift, delta, dq),
             *(*strides, *(x.stride() for x in (out, dout, dq)), call.places),
         ),
-        (heads, lengths.query, q.shape[2], k.shape[2]),
+        (heads, lengths.query, q.shape[2], k.shape[2], row_rows),
         tile,
         descriptors=descriptors,
     )
@@ -248,7 +253,7 @@ def backward(
                 *(q_read, k, v, dout_read, shift, delta, dk, dv),
                 *(*strides, *(x.stride() for x in (dout, dk, dv)), call.places),
             ),
-            (heads, lengths.key, q.shape[2], k.shape[2]),
+            (heads, lengths.key, q.shape[2], k.shape[2], row_rows),
             tile,
             descriptors=descriptors,
             makes_dk=name != "dv",

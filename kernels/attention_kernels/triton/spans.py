@@ -71,9 +71,10 @@ def row_span(o_start, query_len, key_len, left, right, N: tl.constexpr):
 
 @triton.jit
 def whole_row_span(o_start, query_len, key_len, left, right, first, stop, N: tl.constexpr):
-    """Return the query blocks inside [first, stop) of which every row sees every key of the block.
+    """Return the query blocks of which every row sees every key of a key block: begin, end.
 
-    Keys past `key_len` do not count: begin, end.
+    Keys past `key_len` do not count. They part [first, stop) in three: what ends at `begin` is cut
+    on the right, what starts at `end` on the left, or by the last query.
     """
     offset = key_len - query_len
     begin = first
@@ -82,11 +83,11 @@ def whole_row_span(o_start, query_len, key_len, left, right, first, stop, N: tl.
         last_key = tl.minimum(o_start + N.block_k, key_len) - 1
         seen = tl.maximum(last_key - offset - right, 0)
         begin = tl.maximum(first, (seen + N.block_q - 1) // N.block_q * N.block_q)
+        begin = tl.minimum(begin, (stop + N.block_q - 1) // N.block_q * N.block_q)
     if N.has_left:
         seen = tl.maximum(o_start + left - offset + 1, 0)
         end = tl.minimum(end, seen // N.block_q * N.block_q)
-    end = tl.maximum(end, first)
-    return tl.minimum(begin, end), end
+    return begin, tl.maximum(end, begin)
 
 
 @triton.jit

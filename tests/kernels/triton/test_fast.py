@@ -6,7 +6,7 @@ bits are still those of the dialled kernels, forward and backward.
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attention_kernels import PROFILES, flash_attention
@@ -53,7 +53,7 @@ SIZES = st.integers(1, 40)
 WINDOWS = st.one_of(st.none(), st.integers(0, 40))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     lengths=st.tuples(SIZES, SIZES),
     window=st.tuples(WINDOWS, WINDOWS),
