@@ -99,13 +99,19 @@ def _place_queries(length, heads, N: tl.constexpr):
 @triton.jit
 def _hide(b_scores, masks, o_q, o_k, query_len, key_len, N: tl.constexpr):
     """Return the scores with -inf where a query may not attend a key."""
-    offset = key_len - query_len
-    m_visible = o_k < key_len
-    if N.has_right:
-        m_visible = m_visible & (o_k <= o_q + offset + whole(masks.scalars.right))
-    if N.has_left:
-        m_visible = m_visible & (o_k >= o_q + offset - whole(masks.scalars.left))
+    m_visible = (o_k < key_len) & _in_window(masks, o_q, o_k, key_len - query_len, N)
     return tl.where(m_visible, b_scores, float("-inf"))
+
+
+@triton.jit
+def _in_window(masks, o_q, o_k, offset, N: tl.constexpr):
+    """Return where the window lets a query see a key, be that one of the sequence or not."""
+    m_visible = True
+    if N.has_right:
+        m_visible = o_k <= o_q + (offset + whole(masks.scalars.right))
+    if N.has_left:
+        m_visible = m_visible & (o_k >= o_q + (offset - whole(masks.scalars.left)))
+    return m_visible
 
 
 @triton.jit
@@ -310,7 +316,8 @@ def _add_queries(
         b_shift = _load_row(p_shift, o_q, query_len, float("inf"), N)
         b_scores = dot(b_k, tl.trans(b_q), N.work, N.dot)  # [BLOCK_K, BLOCK_Q]
         if MASKED:
-            b_scores = _hide(b_scores, masks, o_q[None, :], o_k[:, None], query_len, key_len, N)
+            m_seen = _in_window(masks, o_q[None, :], o_k[:, None], key_len - query_len, N)
+            b_scores = tl.where(m_seen, b_scores, float("-inf"))
         b_p = _probabilities(b_scores, b_shift[None, :], masks, N)
         if N.makes_dk:
             b_delta = _load_row(p_delta, o_q, query_len, 0.0, N)

@@ -82,8 +82,9 @@ def whole_row_span(o_start, query_len, key_len, left, right, first, stop, N: tl.
     if N.has_right:
         last_key = tl.minimum(o_start + N.block_k, key_len) - 1
         seen = tl.maximum(last_key - offset - right, 0)
+        # no further than the last block
+        seen = tl.minimum(seen, tl.maximum(stop, 0))
         begin = tl.maximum(first, (seen + N.block_q - 1) // N.block_q * N.block_q)
-        begin = tl.minimum(begin, (stop + N.block_q - 1) // N.block_q * N.block_q)
     if N.has_left:
         seen = tl.maximum(o_start + left - offset + 1, 0)
         end = tl.minimum(end, seen // N.block_q * N.block_q)

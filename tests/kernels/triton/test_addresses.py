@@ -50,7 +50,7 @@ def inputs(splits=1, packed=False):
         q, k, v = (x[:1] for x in (q, k, v))
         ends = torch.tensor([0, ROWS], dtype=torch.int32)
         mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends)
-    constants = constants_of(q, k, v, mask=mask, numerics=numerics)
+    constants = constants_of(q, k, v, mask=mask, scale=0.25, numerics=numerics)
     masks = masks_of(mask, q, k, scale=0.25, numerics=numerics, draws=draws_of(0))
     return (q, k, v), constants, masks, mask, numerics
 

@@ -211,7 +211,7 @@ def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_pat
 def launch_compiled(kernel, profile="fa2", head_dim=256):
     q = torch.empty(1, 1, 64, head_dim)
     numerics = PROFILES[profile].resolve(torch.float32)
-    constants = constants_of(q, q, q, mask=Mask(), numerics=numerics)
+    constants = constants_of(q, q, q, mask=Mask(), scale=1.0, numerics=numerics)
     with mock.patch.object(torch.cuda, "device", contextlib.nullcontext):
         triton_launch._run_compiled(kernel, 1, (q,), constants)
 

@@ -22,7 +22,7 @@ from attention_kernels.triton import spans
 from attention_kernels.triton.arguments import MAX_LEN, constants_of, lengths_of
 
 Sizes = namedtuple("Sizes", "has_left left has_right right block_q block_k has_tensors splits")
-SPANS = ("key_span", "whole_span", "row_span", "split_span")
+SPANS = ("key_span", "whole_span", "row_span", "whole_row_span", "split_span")
 FAULTS = ("lost", "idle", "unaligned", "whole", "missed", "split")
 
 
@@ -95,6 +95,27 @@ def add_rows(o_start, query_len, key_len, N, row_span, faults):
             low, high = min(low, query), max(high, query + 1)
     span = row_span(o_start, query_len, key_len, N.left, N.right, N)
     add_covered(span, (low, high), N.block_q, o_start >= key_len, faults)
+    return span
+
+
+@numba.njit
+def add_whole_rows(o_start, query_len, key_len, N, whole_row_span, span, faults):
+    """Add what is wrong with the query blocks that are walked without a mask."""
+    first, stop = span
+    begin, end = whole_row_span(o_start, query_len, key_len, N.left, N.right, first, stop, N)
+    faults[3] += begin < first or end < begin
+    faults[2] += (begin - first) % N.block_q != 0 or (end - first) % N.block_q != 0
+    for q_start in range(first, stop, N.block_q):
+        seen = True
+        for query in range(q_start, min(q_start + N.block_q, query_len)):
+            low, high = sees(query, query_len, key_len, N)
+            seen = seen and low <= o_start and min(o_start + N.block_k, key_len) <= high
+        is_whole = seen and q_start + N.block_q <= stop
+        is_inside = begin <= q_start < end
+        faults[3] += is_inside and not is_whole
+        faults[4] += is_whole and not is_inside
+        # what comes after is masked where there is a bound on the left, and else only cut short
+        faults[3] += q_start >= end and not N.has_left and not seen
 
 
 @numba.njit
@@ -132,18 +153,24 @@ def add_splits(key_len, N, split_span, span, faults):
 
 
 @numba.njit
-def add_all(query_len, key_len, N, key_span, whole_span, row_span, split_span, faults):
+def add_all(
+    query_len, key_len, N, key_span, whole_span, row_span, whole_row_span, split_span, faults
+):
     """Add the faults of every start; one block more than there is: past a packed sequence."""
     for o_start in range(0, query_len + N.block_q, N.block_q):
         span = add_keys(o_start, query_len, key_len, N, key_span, faults)
         add_whole(o_start, query_len, key_len, N, whole_span, span, faults)
         add_splits(key_len, N, split_span, span, faults)
     for o_start in range(0, key_len + N.block_k, N.block_k):
-        add_rows(o_start, query_len, key_len, N, row_span, faults)
+        span = add_rows(o_start, query_len, key_len, N, row_span, faults)
+        if o_start < key_len:
+            add_whole_rows(o_start, query_len, key_len, N, whole_row_span, span, faults)
 
 
 @numba.njit
-def count_faults(lengths, blocks, tensors, splits, key_span, whole_span, row_span, split_span):
+def count_faults(
+    lengths, blocks, tensors, splits, key_span, whole_span, row_span, whole_row_span, split_span
+):
     """Count every kind of fault over all lengths, windows and starts; a bound of -1 is none."""
     faults = np.zeros(6, np.int64)
     for query_len in range(1, lengths + 1):
@@ -160,6 +187,7 @@ def count_faults(lengths, blocks, tensors, splits, key_span, whole_span, row_spa
                             key_span,
                             whole_span,
                             row_span,
+                            whole_row_span,
                             split_span,
                             faults,
                         )
@@ -190,6 +218,7 @@ def test_no_block_is_lost_and_none_is_idle_at_any_size_to_70():
 
 def test_another_bound_in_a_span_is_found():
     assert "lost" in faults_of(9, SMALL, changed=[("row_span", "left", "has_left")])
+    assert "whole" in faults_of(9, SMALL, changed=[("whole_row_span", "right", "has_right")])
 
 
 class Watched(int):
@@ -228,7 +257,8 @@ def largest_number(longest):
         minimum=lambda x, y: Watched.of(min(x, y)),
         where=lambda condition, x, y: Watched.of(x if condition else y),
     )
-    key_span, whole_span, row_span, split_span = (as_python(name, operators) for name in SPANS)
+    spans = (as_python(name, operators) for name in SPANS)
+    key_span, whole_span, row_span, whole_row_span, split_span = spans
     Watched.most = 0
     lengths = (1, longest)
     for query_len, key_len, bounded in itertools.product(lengths, lengths, (False, True)):
@@ -242,7 +272,8 @@ def largest_number(longest):
                     whole_span(Watched(o_start), *lens, first, stop, sizes)
                     split_span(first, stop, lens[1], 3, sizes)
                 for o_start in (0, longest // block_k * block_k):
-                    row_span(Watched(o_start), *lens, sizes)
+                    first, stop = row_span(Watched(o_start), *lens, sizes)
+                    whole_row_span(Watched(o_start), *lens, first, stop, sizes)
     return Watched.most
 
 
@@ -279,7 +310,7 @@ def test_only_a_bound_that_hides_nothing_is_left_out():
     q, k = torch.empty(1, 1, 5, 16), torch.empty(1, 1, 9, 16)
     for left, right in itertools.product(range(12), range(12)):
         mask = Mask(window=(left, right))
-        found = constants_of(q, k, k, mask=mask, numerics=PROFILES["golden"])
+        found = constants_of(q, k, k, mask=mask, scale=1.0, numerics=PROFILES["golden"])
         queries, keys = torch.arange(5)[:, None] + 4, torch.arange(9)[None]
         assert found.has_left == (left < 9)
         assert found.has_right == (right < 5)
