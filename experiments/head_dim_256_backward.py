@@ -6,10 +6,10 @@ Published: a wrong port had 7.2 % mismatching elements, the largest off by 4.14,
     named; a gradient may err 2 to 3 times what plain low-precision attention errs; speed on an
     H100: forward 711.7 TFLOPS, causal 642.1; backward 353.6, causal 335.6
 Varies: lengths, causal or not, BF16 and FP16, the seed; the kernel. Right kernels are `fa2`, `fa3`
-    in 64 x 64 tiles and `fast_path(256)`, which round P and dS as operands, and out, dQ, dK and dV,
-    to the input's format, and SDPA's and flash-attn's where they run (SDPA causal only where both
-    lengths agree). Beside them stand a wrong port, `fa2` with the last query block left out of dK
-    and dV, and `fa2` with dK and dV accumulated in the input's format
+    in 64 x 64 tiles and `fa2` in blocks of 32 queries, which round P and dS as operands, and out,
+    dQ, dK and dV, to the input's format, and SDPA's and flash-attn's where they run (SDPA causal
+    only where both lengths agree). Beside them stand a wrong port, `fa2` with the last query block
+    left out of dK and dV, and `fa2` with dK and dV accumulated in the input's format
 Measured: share of the elements of dQ, dK and dV that are off by more than (a) flash-attn's budget,
     3x the largest error of plain attention plus half a spacing, against the golden, (b) the
     defaults of torch.testing.assert_close, against the golden rounded to the format; largest error
@@ -40,7 +40,6 @@ from attention_kernels import (
     golden_attention,
 )
 from attention_kernels.peers.registry import peers
-from attention_kernels.profiles import fast_path
 from attention_kernels.testing import Shape, with_gradients
 from experiments.kit.cost import tflops
 from experiments.kit.mismatches import mismatches, together
@@ -77,7 +76,7 @@ OWN = {
     "fa2": partial(flash_attention, numerics=PROFILES["fa2"]),
     # 128 x 128 at head_dim 256 is more than the shared memory of any GPU holds
     "fa3": partial(flash_attention, numerics=PROFILES["fa3"].with_(block_q=64, block_k=64)),
-    "fast_path(256)": partial(flash_attention, numerics=fast_path(256)),
+    "fa2, block_q 32": partial(flash_attention, numerics=PROFILES["fa2"].with_(block_q=32)),
 }
 PEERS = ("sdpa:flash", "flash_attn2", "flash_attn3")
 WRONG, NARROW = "wrong port", "fa2, narrow dK, dV"

@@ -50,7 +50,7 @@ __all__ = [
 
 # tl.dot takes no side below 16. Blocks of Triton are powers of two; the twin takes 96 as well.
 BLOCK_SIZES = (16, 32, 64, 96, 128, 256)
-EXPS = ("exact", "exp2", "exp2_polynomial")
+EXPS = ("exact", "exp2", "exp2_folded", "exp2_polynomial", "exp2_polynomial_folded")
 LOOP_ORDERS = ("query_outer", "key_outer")
 KEY_ORDERS = ("forward", "reversed")
 MAX_RULES = ("bounded", "published")
@@ -64,11 +64,9 @@ class Softmax:
     """How the online softmax is computed and kept in range."""
 
     exp: str = "exact"
-    """`exact` e**x; `exp2` 2**(x log2 e); `exp2_polynomial` the same by a cubic polynomial."""
-    fold_scale: bool = False
-    """Compute the power of two's exponent as one fused multiply-add of the unscaled score s and the
-    largest so far, fma(s, scale log2 e, -m scale log2 e), as FlashAttention's CUDA code has it
-    (`score_units`); needs an `exp` that is one of 2."""
+    """`exact` e**x; `exp2` 2**(x log2 e); `exp2_polynomial` the same by a cubic polynomial. With
+    `_folded` behind one of the last two, its exponent is one fused multiply-add of the unscaled
+    score, as FlashAttention's CUDA code has it (`score_units`)."""
     rescale_threshold: float = 0.0
     """The running max follows a new one only when that exceeds it by more than this, in log2."""
     repeated_max_beta: float = 1.0
@@ -81,16 +79,20 @@ class Softmax:
 
     def __post_init__(self) -> None:
         _check_choice(self, "exp", EXPS)
-        _check_flag(self, "fold_scale")
-        if self.fold_scale and self.exp == "exact":
-            raise ValueError(
-                "Softmax: fold_scale must be false with exp 'exact', got True; a scale is folded "
-                "into the exponent of a power of two, use exp 'exp2'"
-            )
         _check_number(self, "rescale_threshold", low=0.0)
         _check_number(self, "repeated_max_beta", low=1.0)
         _check_number(self, "repeated_max_tolerance", low=0.0)
         _check_choice(self, "repeated_max_rule", MAX_RULES)
+
+    @property
+    def folds(self) -> bool:
+        """Whether an exponent is one fused multiply-add."""
+        return self.exp.endswith("_folded")
+
+    @property
+    def power(self) -> str:
+        """How the power is computed, of `exp` the part before `_folded`."""
+        return self.exp.removesuffix("_folded")
 
     @property
     def moves_hidden(self) -> bool:

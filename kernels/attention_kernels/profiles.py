@@ -15,7 +15,6 @@ __all__ = [
     "DEFAULT_BASELINE_PROFILE",
     "DEFAULT_FLASH_PROFILE",
     "PROFILES",
-    "fast_path",
 ]
 
 DEFAULT_FLASH_PROFILE = "fa2"
@@ -31,7 +30,7 @@ def _every_point(name: str, *, each_operation: bool = False) -> FlashNumerics:
 
 
 # exp2 of one fused multiply-add of the unscaled score, as the code of FlashAttention-2 and 3 has it
-_FA2 = FlashNumerics().with_(exp="exp2", fold_scale=True)
+_FA2 = FlashNumerics().with_(exp="exp2_folded")
 # and keys from the last block on
 _FA3 = _FA2.with_(key_order="reversed", block_q=128, block_k=128)
 _FP8 = {"operands": "e4m3", "probabilities": "e4m3", "output": "bf16", "ds": "bf16"}
@@ -46,7 +45,7 @@ PROFILES: dict[str, FlashNumerics] = {
     "fa3_fp8_per_tensor": _FA3.with_(**_FP8, scaling="per_tensor", incoherent=True),
     "fa3_fp8_coherent": _FA3.with_(**_FP8, scaling="per_block"),
     # FlashAttention-4's own threshold, in log2; with FP8 it uses 0
-    "fa4": _FA3.with_(exp="exp2_polynomial", rescale_threshold=8.0),
+    "fa4": _FA3.with_(exp="exp2_polynomial_folded", rescale_threshold=8.0),
     # a re-implementation "at BF16", each step of the recurrence rounded once: real kernels keep
     # statistics and accumulator in FP32
     "all_bf16": _every_point("bf16"),
@@ -59,7 +58,7 @@ PROFILES: dict[str, FlashNumerics] = {
     # beta 7 is the one that arXiv 2510.04212 plots, of the 2 to 8 it allows. P v alone is in BF16
     # here: the bias of tied maxima, 0.25 ULP, is gone. With everything in BF16 the same beta leaves
     # 0.05 ULP, and on rows with 27 tied keys it can turn the sign: README, "What beta cures".
-    "stabilised": _FA2.with_(accumulator="bf16", repeated_max_beta=7.0),
+    "stabilised": FlashNumerics().with_(accumulator="bf16", repeated_max_beta=7.0),
     "golden": _every_point("fp64"),
 }
 
@@ -88,12 +87,3 @@ BASELINE_PROFILES: dict[str, BaselineNumerics] = {
         output="fp64",
     ),
 }
-
-
-def fast_path(head_dim: int) -> FlashNumerics:
-    """Return `fa2` in the tile that its kernels are quickest in without spilling registers.
-
-    As FlashAttention-2's own, it shrinks as head_dim grows: past 128, 64 rows of q would spill in
-    the kernel of dK and dV on sm_80 and sm_90 (`tests/kernels/triton/test_compile.py`).
-    """
-    return PROFILES["fa2"].with_(block_q=64 if head_dim <= 128 else 32)

@@ -3,7 +3,7 @@
 FlashAttention's CUDA code (2 and 3, `softmax.h`) never multiplies a score by the scale: it keeps
 s = q k^T as the product leaves it, takes maxima of that, and computes a weight as exp2 of one fused
 multiply-add, fma(s, c, -(m c)) with c = scale log2 e. That is fewer instructions, and other bits:
-the scaled score is never rounded. `Softmax.fold_scale` is that. Where something is added to scaled
+the scaled score is never rounded. An `exp` with `_folded` is that. Where something is added to scaled
 scores (softcap, bias, ALiBi, sinks), where they are rounded or moved, or where a scale is not
 positive, so that it would not keep the order of scores, they are scaled first, and c = log2 e.
 """
@@ -34,7 +34,7 @@ class ScoreUnits(NamedTuple):
 
 def score_units(numerics: FlashNumerics, mask: Mask, scale: float) -> ScoreUnits:
     """Return the units of a call; `numerics` is resolved."""
-    if not numerics.softmax.fold_scale:
+    if not numerics.softmax.folds:
         return ScoreUnits(scale, 1.0, None)
     added = (mask.bias, mask.alibi_slopes, mask.sinks)
     plain = mask.softcap == 0 and all(x is None for x in added)

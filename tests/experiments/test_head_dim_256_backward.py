@@ -17,9 +17,9 @@ def test_right_kernels_keep_the_budget_and_the_wrong_port_does_not(found):
     assert all(test.holds for test in found.tests), [test.found for test in found.tests]
     of_budget = {
         kernel: [row["of_budget"] for row in found.rows if row["kernel"] == kernel]
-        for kernel in ("fa2", "fa3", "fast_path(256)", "wrong port")
+        for kernel in ("fa2", "fa3", "fa2, block_q 32", "wrong port")
     }
-    assert max(max(of_budget[name]) for name in ("fa2", "fa3", "fast_path(256)")) < 0.9
+    assert max(max(of_budget[name]) for name in ("fa2", "fa3", "fa2, block_q 32")) < 0.9
     assert min(of_budget["wrong port"]) > 10
     narrow, fa2 = (
         [row for row in found.rows if row["kernel"] == name]

@@ -152,7 +152,7 @@ def constants_of(
         bias_shares_rows=bias_trained and mask.bias is not None and mask.bias.shape[2] == 1,
         bias_shares_keys=bias_trained and mask.bias is not None and mask.bias.shape[3] == 1,
         rounding=tl.constexpr(numerics.arithmetic.rounding),
-        exp=tl.constexpr(numerics.softmax.exp),
+        exp=tl.constexpr(numerics.softmax.power),
         dot=tl.constexpr(numerics.arithmetic.dot),
         fold=units.log2 is not None,
         raw_scores=units.natural != 1.0 or (units.log2 is not None and scale == 1.0),

@@ -263,7 +263,7 @@ def _weights(
     """Return P of one tile, from scores, which are overwritten, and the LSE of their rows."""
     subtracted = lse_NI1 if units.log2 is None else lse_NI1 * LOG2_E
     p_NIJ = rounded(exponents(scores_NIJ, subtracted, units), "backward_exponents", row, key)
-    return rounded(weights(p_NIJ, rounded.numerics.softmax.exp, units), "backward_p", row, key)
+    return rounded(weights(p_NIJ, rounded.numerics.softmax.power, units), "backward_p", row, key)
 
 
 def _score_gradient(

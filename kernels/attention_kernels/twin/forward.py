@@ -192,7 +192,7 @@ def _update(
 ) -> None:
     """Fold one block of scores, which is overwritten, into the state."""
     numerics, step = rounded.numerics, keys.start
-    row_value, dims, exp = range(1), range(state.acc.shape[-1]), numerics.softmax.exp
+    row_value, dims, exp = range(1), range(state.acc.shape[-1]), numerics.softmax.power
     new_max = torch.maximum(state.max, block_maximum(scores_NIJ, numerics.softmax))
     new_max = rounded(new_max, "max", rows, row_value, step)
     new_max = running_maximum(state.max, new_max, numerics.softmax, units)
@@ -268,7 +268,7 @@ def _merge(
     states: list[_State], rows: range, kept_scale: float, units: ScoreUnits, rounded: Rounder
 ) -> tuple[Tensor, Tensor]:
     """Merge what the splits attended, weighted by exp(lse of a split - the largest lse)."""
-    exp = rounded.numerics.softmax.exp
+    exp = rounded.numerics.softmax.power
     dims, one = range(states[0].acc.shape[-1]), range(1)
     outs, lses = [], []
     for index, state in enumerate(states):

@@ -15,6 +15,7 @@ from attention_kernels import (
     round_to,
 )
 from attention_kernels.rounding_key import draws_of
+from attention_kernels.score_units import ScoreUnits
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
 from attention_kernels.twin.arithmetic import Rounder, dot, exponential
 from attention_kernels.twin.forward import block_maximum, running_maximum
@@ -367,11 +368,14 @@ def test_the_maximum_is_kept_up_to_the_threshold_in_powers_of_two():
     old = torch.tensor([0.0, 0.0, -torch.inf, -torch.inf, 1.0])
     new = torch.tensor([3.9 * bits, 4.1 * bits, 1.0, -torch.inf, 1.0])
     expected = torch.tensor([0.0, 4.1 * bits, 1.0, -torch.inf, 1.0])
-    assert torch.equal(running_maximum(old, new, kept), expected)
-    assert torch.equal(running_maximum(old, new, PROFILES["fa2"].softmax), new)
+    natural, halved = ScoreUnits(1.0, 1.0, None), ScoreUnits(1.0, 0.5, 0.5 * math.log2(math.e))
+    assert torch.equal(running_maximum(old, new, kept, natural), expected)
+    assert torch.equal(running_maximum(2 * old, 2 * new, kept, halved), 2 * expected)
+    assert torch.equal(running_maximum(old, new, PROFILES["fa2"].softmax, natural), new)
     growth = torch.tensor([3.0])
     edge = PROFILES["fa2"].with_(rescale_threshold=float(growth * math.log2(math.e))).softmax
-    assert running_maximum(torch.zeros(1), growth, edge) == 0.0, "kept at the threshold itself"
+    at_edge = running_maximum(torch.zeros(1), growth, edge, natural)
+    assert at_edge == 0.0, "kept at the threshold itself"
 
 
 def test_every_factor_of_scaled_operands_is_multiplied_back():
