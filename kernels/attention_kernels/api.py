@@ -31,7 +31,7 @@ from attention_kernels.operators import (
     Call,
     attend_by_definition,
     constant_to_the_compiler,
-    flash_forward,
+    flash,
     plan_to_text,
     reference_forward,
 )
@@ -169,7 +169,7 @@ def flash_attention(
     plan = plan_to_text(resolve_engine(engine, q.device), numerics.text, q.dtype)
     rounding = check_rounding(where, rounding_key, rounding_place)
     call = _call(where, q, mask, plan, rounding)
-    out, lse, _ = flash_forward(*_operands(q, k, v), *call.for_operator())
+    out, lse, _ = flash(*_operands(q, k, v), call)
     if packed:
         out, lse = _unpacked(out), lse.squeeze(0)
     return AttentionOutput(out, lse.detach()) if return_lse else out
