@@ -17,7 +17,7 @@ widened before.
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -56,7 +56,9 @@ def ieee_arithmetic(device: torch.device) -> Iterator[None]:
     # torch adds this attribute at run time, out of pyright's sight.
     mkldnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = cuda.fp32_precision, mkldnn.fp32_precision
-    with torch.autocast(device.type, enabled=False):
+    # entering autocast's own context takes a while, and mostly there is nothing to switch off
+    on = torch.is_autocast_enabled(device.type)
+    with torch.autocast(device.type, enabled=False) if on else nullcontext():
         cuda.fp32_precision = mkldnn.fp32_precision = "ieee"
         try:
             yield

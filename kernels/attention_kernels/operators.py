@@ -151,15 +151,15 @@ def _numerics(engine: str, values: dict[str, object]) -> FlashNumerics | Baselin
 
 def _stored_apart(numerics: FlashNumerics, dtype: torch.dtype) -> bool:
     """Whether the output's rounding format has values that the returned `dtype` cannot hold."""
-    return not format_named(numerics.forward.output).fits(FORMATS[input_format(dtype)])
+    return _wider(numerics.forward.output, dtype)
 
 
-@torch.library.custom_op(
-    "attention_kernels::flash_forward",
-    mutates_args=(),
-    schema=f"({_QKV}{_CALL}) -> (Tensor out, Tensor lse, Tensor wider)",
-)
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+@functools.cache
+def _wider(format: str, dtype: torch.dtype) -> bool:
+    return not format_named(format).fits(FORMATS[input_format(dtype)])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return out in q's dtype, lse in the work dtype, and the wider out or an empty tensor."""
     call = Call(*rest)
     engine, numerics = plan_from_text(call.plan)
@@ -175,6 +175,14 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     # stands for a wider out that there is not.
     wider = out if _stored_apart(numerics, q.dtype) else q.new_empty(0)
     return returned, lse, wider
+
+
+flash_forward = torch.library.custom_op(
+    "attention_kernels::flash_forward",
+    _attend,
+    mutates_args=(),
+    schema=f"({_QKV}{_CALL}) -> (Tensor out, Tensor lse, Tensor wider)",
+)
 
 
 @flash_forward.register_fake
@@ -301,6 +309,9 @@ def _to_inputs(
 flash_forward.register_autograd(_flash_gradients, setup_context=_save_flash)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 class _FlashAttention(torch.autograd.Function):
     """The same, for an eager call: torch's own wrapper reads the schema anew in each.
 
@@ -309,7 +320,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = flash_forward(*inputs)
+        output = _attend(*inputs)
         _save_flash(ctx, inputs, output)
         ctx.mark_non_differentiable(*output[1:])
         return output
@@ -322,10 +333,15 @@ class _FlashAttention(torch.autograd.Function):
 def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `flash_forward` does, differentiable, by the shorter way where there is one."""
     inputs = (q, k, v, *call.for_operator())
-    # transforms of torch.func and compilers take operators apart, and no function of autograd's
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    # compilers, transforms of torch.func, modes and subclasses of tensors know operators alone
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or any(type(x) not in _PLAIN for x in inputs[: 3 + TENSORS] if x is not None)
+    ):
         return flash_forward(*inputs)
-    return _FlashAttention.apply(*inputs)
+    return _FlashAttention.apply(*inputs) if torch.is_grad_enabled() else _attend(*inputs)
 
 
 def _engine(name: str) -> tuple[Any, Any]:
