@@ -2,11 +2,11 @@
 
     PYTHONPATH=kernels python kernels/benchmarks/static.py [--json PATH]
 
-Compiles the kernels of `fast_path` for sm_90, with no GPU, reads the loop in which each multiplies
-without a mask (`sass`), and prints what a warp issues in a turn and how many TFLOPS an H100 would
-reach if nothing but its pipes held it up. The estimate lets the tensor cores and the busiest other
-pipe of a warp take turns; in brackets they overlap perfectly. Peers' rows are frozen, as measured
-in the same way with Triton 3.7.1 (`PEERS`).
+Compiles the kernels of the fast path for sm_90, with no GPU, reads the loop in which each
+multiplies without a mask (`sass`), and prints what a warp issues in a turn and how many TFLOPS an
+H100 would reach if nothing but its pipes held it up. The estimate lets the tensor cores and the
+busiest other pipe of a warp take turns; in brackets they overlap perfectly. Peers' rows are frozen,
+as measured in the same way with Triton 3.7.1 (`PEERS`).
 
 What it is worth: the order of kernels rather than their speed. Memory, barriers, launches, the ends
 of rows and masked blocks are left out; the tutorial's kernel is some 16 % faster than estimated.
@@ -24,9 +24,9 @@ import torch
 import triton
 from sass import Loop, loops_of
 
-from attention_kernels.numerics import FlashNumerics
-from attention_kernels.profiles import fast_path
-from attention_kernels.triton.ahead import KERNELS, compile_ahead, machine_code
+from attention_kernels.profiles import PROFILES
+from attention_kernels.triton.ahead import compile_fast_ahead, machine_code
+from attention_kernels.triton.fast_launch import KERNELS, tile_of
 
 __all__ = ["PEERS", "Compiled", "estimate"]
 
@@ -75,12 +75,18 @@ class Compiled:
     """A kernel in machine code: the loop without a mask, and what a program of it takes."""
 
     kernel: str
-    tile: str
+    rows: int
+    keys: int
     loop: Loop
     warps: int
     registers: int
     shared: int
     spills: int
+
+    @property
+    def tile(self) -> str:
+        """The tile as `Peer.tile` has it."""
+        return f"{self.rows}x{self.keys} / {self.warps}"
 
     @property
     def programs(self) -> int:
@@ -96,32 +102,38 @@ class Compiled:
         return groups * each
 
 
+def cycles_of_a_product(compiled: Compiled, *, overlapped: bool) -> float:
+    """Return the cycles of a kernel for each score of one element of head_dim: tiles differ."""
+    return compiled.cycles(overlapped=overlapped) / (compiled.rows * compiled.keys)
+
+
 def estimate(
-    direction: str, kernels: Sequence[Compiled], tile: tuple[int, int, int], *, overlapped: bool
+    direction: str, kernels: Sequence[Compiled], head_dim: int, *, overlapped: bool
 ) -> float:
-    """Return TFLOPS of a direction whose `kernels` each go over tiles of (rows, keys, head_dim)."""
-    rows, keys, head_dim = tile
-    useful = _PRODUCTS[direction] * rows * keys * head_dim / 2048
-    return PEAK * useful / sum(kernel.cycles(overlapped=overlapped) for kernel in kernels)
+    """Return TFLOPS of a direction whose `kernels` each go over every score of a head."""
+    useful = _PRODUCTS[direction] * head_dim / 2048
+    spent = sum(cycles_of_a_product(kernel, overlapped=overlapped) for kernel in kernels)
+    return PEAK * useful / spent
 
 
-def read(kernel: str, numerics: FlashNumerics, head_dim: int, arch: int = 90) -> Compiled:
-    """Compile a kernel of BF16 attention for a chip, and read its loop without a mask.
+def read(name: str, head_dim: int, arch: int = 90, group: int = 1) -> Compiled:
+    """Compile a kernel of the fast path for a chip, in BF16, and read its loop without a mask.
 
     That is the one of the fewest instructions: the others test a mask too. ValueError where no
     loop multiplies on tensor cores.
     """
-    found = compile_ahead(KERNELS[kernel], arch, numerics, torch.bfloat16, head_dim)
-    code = machine_code(found)
+    numerics, dtype = PROFILES["fa2"], torch.bfloat16
+    found = compile_fast_ahead(name, arch, numerics, dtype, head_dim, group=group)
+    code, tile = machine_code(found), tile_of(name, arch, head_dim)
     loops = loops_of(code.sass)
-    if not loops:
-        raise ValueError(f"static: {kernel} must multiply on tensor cores in a loop, has none")
-    tiling, warps = numerics.tiling, found.metadata.num_warps
+    if not loops or tile is None:
+        raise ValueError(f"static: {name} must multiply on tensor cores in a loop, has none")
     return Compiled(
-        kernel=kernel,
-        tile=f"{tiling.block_q}x{tiling.block_k} / {warps}",
+        kernel=name,
+        rows=tile.block_q,
+        keys=tile.block_k,
         loop=min(loops, key=lambda loop: loop.instructions),
-        warps=warps,
+        warps=tile.warps,
         shared=found.metadata.shared,
         registers=code.registers,
         spills=code.spills,
@@ -130,18 +142,20 @@ def read(kernel: str, numerics: FlashNumerics, head_dim: int, arch: int = 90) ->
 
 def rows_of(head_dim: int) -> list[dict]:
     """Return what is printed of one head_dim: ours by direction, with peers beside."""
-    numerics = fast_path(head_dim)
-    tile = numerics.tiling.block_q, numerics.tiling.block_k, head_dim
     rows = []
-    for direction, names in (("forward", ["forward"]), ("backward", ["dq", "dkv"])):
-        kernels = [read(f"{name}_kernel", numerics, head_dim) for name in names]
+    names = [name for name in KERNELS if tile_of(name, 90, head_dim)]
+    for direction, of in (("forward", names[:1]), ("backward", names[1:])):
+        kernels = [read(name, head_dim) for name in of]
         rows.append(
             {
                 "direction": direction,
                 "head_dim": head_dim,
-                "kernels": [asdict(each) | {"programs": each.programs} for each in kernels],
-                "tflops": estimate(direction, kernels, tile, overlapped=False),
-                "overlapped": estimate(direction, kernels, tile, overlapped=True),
+                "kernels": [
+                    asdict(each) | {"tile": each.tile, "programs": each.programs}
+                    for each in kernels
+                ],
+                "tflops": estimate(direction, kernels, head_dim, overlapped=False),
+                "overlapped": estimate(direction, kernels, head_dim, overlapped=True),
                 "peers": [asdict(peer) for peer in PEERS.get((direction, head_dim), [])],
             }
         )

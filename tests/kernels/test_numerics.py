@@ -17,7 +17,7 @@ from attention_kernels.numerics import (
     Tiling,
 )
 from attention_kernels.points import FIELDS, UNROUNDED
-from attention_kernels.profiles import BASELINE_PROFILES, PROFILES, fast_path
+from attention_kernels.profiles import BASELINE_PROFILES, PROFILES
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -155,8 +155,3 @@ def test_p_is_scaled_to_the_top_of_a_narrow_format_and_only_with_scaled_operands
     assert fp8.with_(scaling="none").probability_scale() == 1.0
     assert fp8.with_(probabilities="bf16").probability_scale() == 1.0
     assert fp8.with_(probabilities="e5m2").probability_scale() == 2.0**15
-
-
-def test_the_fast_path_is_fa2_in_a_tile_that_shrinks_with_head_dim():
-    assert fast_path(64) == fast_path(128) == PROFILES["fa2"]
-    assert fast_path(256) == PROFILES["fa2"].with_(block_q=32)

@@ -16,6 +16,7 @@ from attention_kernels import PROFILES
 from attention_kernels.masks import Mask
 from attention_kernels.rounding_key import draws_of
 from attention_kernels.triton import launch as triton_launch
+from attention_kernels.triton import runtime
 from attention_kernels.triton.ahead import KERNELS, signature_of
 from attention_kernels.triton.arguments import (
     Factors,
@@ -63,7 +64,7 @@ def run_forward(qkv, constants, masks, out, lse, query_rows=ROWS, splits=1):
     factors = Factors(None, None, None)
     arguments = (q, k, v, out, lse, *strides, factors, masks, *counts)
     programs = q.shape[0] * HEADS * splits
-    triton_launch.interpret(forward_kernel, programs, arguments, constants)
+    runtime.interpret(forward_kernel, programs, arguments, constants)
 
 
 BATCHES_APART = (FAR, ROWS * DIM, DIM, 1)
@@ -102,7 +103,7 @@ def test_splits_are_merged_past_2_to_the_31(strides):
         lse = torch.empty(1, HEADS, ROWS)
         arguments = (parts_, part_lse, out, lse, parts_.stride(), out.stride(), masks)
         counts = (1, HEADS, ROWS, ROWS)
-        triton_launch.interpret(merge_kernel, HEADS, (*arguments, *counts), constants)
+        runtime.interpret(merge_kernel, HEADS, (*arguments, *counts), constants)
         merged += [out, lse]
     weights = part_lse.softmax(0)[..., None]
     assert torch.allclose(merged[0], (weights * drawn).sum(0), atol=1e-6)
@@ -122,7 +123,7 @@ def test_the_lse_of_packed_splits_is_merged_past_2_to_the_31():
         out = torch.empty(1, HEADS, ROWS, DIM)
         arguments = (parts, part_lse, out, lse, parts.stride(), out.stride(), masks)
         counts = (1, HEADS, ROWS, rows)
-        triton_launch.interpret(merge_kernel, HEADS, (*arguments, *counts), constants)
+        runtime.interpret(merge_kernel, HEADS, (*arguments, *counts), constants)
         merged.append((out, lse))
     assert all(torch.equal(x, y) for x, y in zip(*merged, strict=True))
 
@@ -131,7 +132,7 @@ def ttir_of_ours(kernel, numerics, mask, dtype=torch.bfloat16):
     """The TTIR of a kernel for tensors of any strides; `compile_one` takes contiguous ones."""
     resolved = numerics.resolve(dtype)
     q = torch.empty(1, 2, 64, 64, dtype=dtype, device="meta")
-    options = {"numerics": resolved, "bias_trained": kernel is dbias_kernel}
+    options = {"scale": 0.125, "numerics": resolved, "bias_trained": kernel is dbias_kernel}
     signature, constants, attributes = signature_of(kernel, resolved, dtype, mask)
     for name in signature:
         if name.endswith("strides"):

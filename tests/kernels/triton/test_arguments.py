@@ -21,7 +21,7 @@ def compiled_for(mask, scale=0.25, numerics=STOCHASTIC, rounding=()):
     numerics = numerics.resolve(q.dtype)
     draws = draws_of(numerics.arithmetic.seed, rounding)
     masks = masks_of(mask, q, q, scale=scale, numerics=numerics, draws=draws)
-    constants = constants_of(q, q, q, mask=mask, scale=1.0, numerics=numerics)
+    constants = constants_of(q, q, q, mask=mask, scale=scale, numerics=numerics)
     return repr(constants), native_specialize_impl(BACKEND, masks, False, True, True)
 
 

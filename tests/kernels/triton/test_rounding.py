@@ -15,11 +15,11 @@ import triton.language as tl
 from attention_kernels.formats import ROUNDINGS
 from attention_kernels.random_bits import bits_at, word_at
 from attention_kernels.rounding import round_to as round_tensor
-from attention_kernels.triton import launch as triton_launch
+from attention_kernels.triton import runtime
 from attention_kernels.triton.rounding import dot, exponential, random_bits, round_to, tanh
 from tests.sampling import one_in
 
-KERNELS = Path(triton_launch.__file__).parent
+KERNELS = Path(runtime.__file__).parent
 BLOCK = 2**15
 WORD_OF_7 = tl.constexpr(word_at(7))
 DEVICES = [
@@ -50,7 +50,7 @@ def _round_kernel(p_x, p_y, FORMAT: tl.constexpr, ROUNDING: tl.constexpr, BLOCK:
 
 
 def run(kernel, grid, *arguments, device="cpu", **constants):
-    launched = triton_launch.interpreted(kernel) if device == "cpu" else kernel
+    launched = runtime.interpreted(kernel) if device == "cpu" else kernel
     with np.errstate(all="ignore"):
         launched[(grid,)](*arguments, **constants)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_kernels.triton.launch import interpreted
+from attention_kernels.triton.runtime import interpreted
 from stability.metrics import exact_sums, square_kernel
 from stability.metrics.exact_sums import new_bins, sum_of_bins
 from stability.metrics.sharded_sums import norm_of
