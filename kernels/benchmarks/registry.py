@@ -53,6 +53,7 @@ DIALS: dict[str, dict[str, Any]] = {
     "all points fp64": dict.fromkeys(FIELDS, "fp64"),
     "rounding toward_zero": {"rounding": "toward_zero"},
     "rounding stochastic": {"rounding": "stochastic"},
+    "exp exact": {"exp": "exact"},
     "exp exp2": {"exp": "exp2"},
     "exp exp2_polynomial": {"exp": "exp2_polynomial"},
     "rescale_threshold 8": {"rescale_threshold": 8.0},
