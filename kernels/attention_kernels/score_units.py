@@ -3,8 +3,8 @@
 FlashAttention's CUDA code (2 and 3, `softmax.h`) never multiplies a score by the scale: it keeps
 s = q k^T as the product leaves it, takes maxima of that, and computes a weight as exp2 of one fused
 multiply-add, fma(s, c, -(m c)) with c = scale log2 e. That is fewer instructions, and other bits:
-the scaled score is never rounded, and the largest weight of a row is not exactly 1, since the
-product m c is. An `exp` with `_folded` is that. Where something is added to scaled scores (softcap,
+the scaled score is never rounded, m c is, and so the largest weight of a row need not be exactly 1.
+An `exp` with `_folded` is that. Where something is added to scaled scores (softcap,
 bias, ALiBi, sinks), where they are rounded or moved, or where a scale is not positive, so that it
 would not keep the order of scores, they are scaled first, and c = log2 e.
 """
