@@ -97,5 +97,5 @@ def test_the_largest_weight_of_a_row_need_not_be_exactly_1():
     units = score_units(FOLDED, Mask(), 64**-0.5)
     largest = exponents(scores.clone(), scores * units.log2, units).exp2()
     assert (largest != 1).float().mean() > 0.2
-    assert (largest - 1).abs().max() <= 2**-21
+    assert (largest - 1).abs().max() <= 2**-20
     assert (largest.bfloat16() == 1).all()
