@@ -88,7 +88,12 @@ class LinearRecipe:
 
     def __post_init__(self) -> None:
         for place, operand in self.operands():
-            _require(self, place, operand.rounding in ROUNDINGS, f"of {', '.join(ROUNDINGS)}")
+            _require(
+                self,
+                place,
+                operand.rounding in ROUNDINGS,
+                f"rounded by one of {', '.join(ROUNDINGS)}",
+            )
             blocks, size = operand.blocks, operand.rotation
             turns_once = blocks is None or not blocks.rotation
             _require(self, place, turns_once, "in blocks without a rotation of their own")

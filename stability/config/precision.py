@@ -201,8 +201,8 @@ def _check_default(name: str, *, has_modules: bool) -> None:
     """ValueError unless `name` is a precision, with modules of their own one that can have such."""
     if name not in NATIVE and not name.startswith((EMULATED, RECIPE)):
         raise ValueError(
-            f"precision: must be a known name or {EMULATED}<format> or {RECIPE}<name>, got {name!r}; "
-            f"nearest: {nearest(name, (*NATIVE, *_RECIPE_NAMES))}"
+            f"precision: must be a known name or {EMULATED}<format> or {RECIPE}<name>, got "
+            f"{name!r}; nearest: {nearest(name, (*NATIVE, *_RECIPE_NAMES))}"
         )
     emulated_format(name)
     linear_recipe(name)
