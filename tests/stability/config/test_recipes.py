@@ -78,6 +78,7 @@ def test_the_reference_of_a_recipe_is_fp32(read):
     ("before", "after", "said"),
     [
         ("bf16-mixed", "recipe:nvfp4", "bf16-mixed -> recipe:nvfp4"),
+        ("bf16-mixed", "recipe:nvfp4, x=fp32", "bf16-mixed -> recipe:nvfp4, x=fp32"),
         ("recipe:nvfp4", "recipe:nvfp4_nearest", "recipe:nvfp4 -> recipe:nvfp4_nearest"),
         ("bf16-mixed", "bf16-mixed, *.mlp_*=recipe:mxfp8", "*.mlp_* in recipe:mxfp8"),
         ("recipe:nvfp4", "recipe:nvfp4, *.query=fp32", "*.query in fp32"),

@@ -191,6 +191,21 @@ def test_two_products_of_one_forward_draw_bits_of_their_own():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), "counted in one forward"
 
 
+def test_what_is_no_linear_layer_computes_as_the_default_does():
+    seen = []
+
+    class Own(_Twice):
+        def forward(self, x):
+            seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+            return super().forward(x)
+
+    for default in ("bf16-mixed", "16-mixed", "emulated:e5m2"):
+        model = nn.ModuleDict({"own": Own()})
+        with_module_precision(model, parse_precision(f"{default}, own=recipe:mxfp8"), CPU)
+        model["own"](torch.ones(4, 16))
+    assert seen == [torch.bfloat16, torch.float16, False]
+
+
 @pytest.mark.parametrize("default", ["16-mixed", "emulated:e5m2"])
 def test_a_recipe_beside_another_default_gives_bf16_and_is_rounded_by_it_alone(default):
     model = _model(f"{default}, *.mlp_up=recipe:mxfp8")
