@@ -51,6 +51,11 @@ class LinearOperand:
     quantization, and not those before. Of the x of wgrad alone."""
 
     @property
+    def name(self) -> str:
+        """The name of the encoding."""
+        return self.encoding if isinstance(self.encoding, str) else self.encoding.name
+
+    @property
     def blocks(self) -> BlockRecipe | None:
         """The block recipe of the encoding; None if it is a format. ValueError if it is neither."""
         if isinstance(self.encoding, BlockRecipe):
@@ -87,13 +92,9 @@ class LinearRecipe:
     """The publication that the recipe follows."""
 
     def __post_init__(self) -> None:
+        roundings = f"rounded by one of {', '.join(ROUNDINGS)}"
         for place, operand in self.operands():
-            _require(
-                self,
-                place,
-                operand.rounding in ROUNDINGS,
-                f"rounded by one of {', '.join(ROUNDINGS)}",
-            )
+            _require(self, place, operand.rounding in ROUNDINGS, roundings)
             blocks, size = operand.blocks, operand.rotation
             turns_once = blocks is None or not blocks.rotation
             _require(self, place, turns_once, "in blocks without a rotation of their own")
@@ -138,12 +139,15 @@ def _same(encoding: str) -> dict[str, LinearProduct]:
     return {"forward": both, "dgrad": both, "wgrad": both}
 
 
+def _by_rule(recipe: BlockRecipe, rule: str) -> BlockRecipe:
+    return replace(recipe, name=f"{recipe.name}-{rule}", rule=rule)
+
+
 def _tiled(rule: str) -> dict[str, LinearProduct]:
     """Return DeepSeek's products: x and dy in tiles of 1x128, w in squares, scales by `rule`."""
     tile, square = (
-        LinearOperand(encoding=replace(recipe, name=f"{name}, {rule}", rule=rule))
-        for name, recipe in BLOCK_RECIPES.items()
-        if name in ("deepseek_1x128", "deepseek_128x128")
+        LinearOperand(encoding=recipe if rule == recipe.rule else _by_rule(recipe, rule))
+        for recipe in (BLOCK_RECIPES["deepseek_1x128"], BLOCK_RECIPES["deepseek_128x128"])
     )
     # x is stored in tiles of the forward, and read from those for wgrad (its section 3.5.2)
     stored = replace(tile, of_forward=True)

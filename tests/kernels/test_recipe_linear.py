@@ -282,6 +282,21 @@ def test_the_mean_of_stochastic_gradients_falls_with_the_square_root_of_their_nu
         assert rms(errors[:count].mean(0)) == pytest.approx(one / count**0.5, rel=0.12)
 
 
+def test_the_largest_of_a_block_is_clipped_at_each_draw_where_its_scale_was_rounded_down():
+    """The other block's scale is 271, and 256 in e4m3, where the largest is 448."""
+    dy = torch.full((1, 32), 0.5)
+    dy[0, 0], dy[0, 16] = 6.0, 6.0 * 271 / 448
+    recipe = replace(LINEAR_RECIPES["nvfp4"], output="fp32")
+    x = torch.zeros(1, 32)
+    drawn = [
+        computed(recipe, x, UNIT["weight"], UNIT["bias"], dy, rounding_key=(1, n, 0, 0))["dgrad"]
+        for n in range(50)
+    ]
+    own, other = torch.stack(drawn)[:, 0, 0], torch.stack(drawn)[:, 0, 16]
+    torch.testing.assert_close(own, torch.full((50,), 6.0))
+    torch.testing.assert_close(other, torch.full((50,), 6.0 * 256 / 448), rtol=1e-6, atol=0)
+
+
 def test_without_a_key_or_with_one_key_the_bits_are_those_of_the_call_before():
     assert torch.equal(rounded_gradient(()), rounded_gradient(()))
     assert torch.equal(rounded_gradient(KEY), rounded_gradient(KEY))
