@@ -15,7 +15,7 @@ import difflib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from attention_kernels.block_recipes import BLOCK_RECIPES, BlockRecipe, recipe_named
 from attention_kernels.formats import ROUNDINGS, format_named
@@ -133,7 +133,7 @@ def _require(recipe: LinearRecipe, field: str, holds: bool, rule: str) -> None:
         )
 
 
-def _same(encoding: str) -> dict[str, LinearProduct]:
+def _same(encoding: str) -> dict[str, Any]:
     """Return the three products with all operands in one encoding."""
     both = LinearProduct(LinearOperand(encoding=encoding), LinearOperand(encoding=encoding))
     return {"forward": both, "dgrad": both, "wgrad": both}
@@ -143,7 +143,7 @@ def _by_rule(recipe: BlockRecipe, rule: str) -> BlockRecipe:
     return replace(recipe, name=f"{recipe.name}-{rule}", rule=rule)
 
 
-def _tiled(rule: str) -> dict[str, LinearProduct]:
+def _tiled(rule: str) -> dict[str, Any]:
     """Return DeepSeek's products: x and dy in tiles of 1x128, w in squares, scales by `rule`."""
     tile, square = (
         LinearOperand(encoding=recipe if rule == recipe.rule else _by_rule(recipe, rule))

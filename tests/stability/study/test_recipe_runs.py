@@ -158,3 +158,34 @@ def test_a_recipe_is_refused_where_it_would_not_be_computed(write_study):
     ranks = replace(base, precision="recipe:mxfp8", parallel=replace(base.parallel, tensor=2))
     with pytest.raises(ValueError, match=r"parallel.tensor must be 1 where precision is emulated"):
         check_layout(ranks)
+
+
+@pytest.mark.slow
+def test_a_recipe_moves_the_weights_as_far_as_its_bits_say_and_the_model_learns(
+    write_study, run_tiny, tmp_path
+):
+    """Between BF16 with 7 mantissa bits, FP8 with 3 and FP4 with 1, in the same blocks."""
+    arms = {
+        "rerun": {},
+        "fp8": {"precision": {"blocks.*": "recipe:mxfp8"}},
+        "fp4": {"precision": {"blocks.*": "recipe:nvfp4"}},
+        "fp4_again": {"precision": {"blocks.*": "recipe:nvfp4"}},
+        "but_last": {"precision": "recipe:nvfp4"},
+        "reference": {"role": "reference"},
+    }
+
+    def edit(content):
+        _arms(**arms)(content)
+        content["base"]["train"].update(steps=30, snapshot_steps=[10, 20])
+        content["early_step"] = 10
+
+    study = load_study(write_study(edit))
+    assert {state for *_, state, _ in run_tiny(study, tmp_path).ended} == {"finished"}
+    metrics = {arm: read_metrics(_run(tmp_path, arm).metrics) for arm in arms}
+    drift = {arm: metrics[arm][drift_name("all", "rel_l2")].values[-1] for arm in arms}
+    assert drift["rerun"] == 0
+    assert drift["fp4"] == drift["fp4_again"]
+    assert drift["reference"] < drift["fp8"] < drift["but_last"] < drift["fp4"]
+    for arm in ("fp8", "fp4", "but_last"):
+        losses = metrics[arm]["train/loss"].values
+        assert losses[-1] < 0.9 * losses[0]
