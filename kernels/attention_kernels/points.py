@@ -32,6 +32,7 @@ from attention_kernels.formats import FORMATS, format_named
 __all__ = [
     "DROPOUT_STREAM",
     "FIELDS",
+    "LINEAR_STREAM",
     "POINTS",
     "ROUNDING_STREAM",
     "SIGNS_STREAM",
@@ -149,6 +150,9 @@ DROPOUT_STREAM = 40
 
 ROUNDING_STREAM = 59
 """Stream of the words of calls that have a rounding key (`rounding_key`)."""
+
+LINEAR_STREAM = 60
+"""Stream of the operands of linear layers, which are told apart by further coordinates."""
 
 POINTS = {
     "q": Point("operands", 1),

@@ -19,7 +19,8 @@ from stability.analysis.environment_contract import NAMES_OF_MODULES, moved_by
 from stability.analysis.pair_proof import ProofLine, compared
 from stability.config.axes import touches
 from stability.config.commands import is_command
-from stability.config.precision import parse_precision
+from stability.config.model import layer_names
+from stability.config.precision import RECIPE, Precision, parse_precision
 from stability.config.schema import DEFAULT_MATMUL
 from stability.records.manifest import ENDED, Manifest
 from stability.records.paths import RunPaths
@@ -190,11 +191,19 @@ def claims_of(config: Mapping[str, Any]) -> dict[str, Any]:
     switches = {"deterministic_algorithms": train.get("deterministic", True)}
     if products != DEFAULT_MATMUL:
         switches["float32_matmul_precision"] = products
+    is_mixed = "," in text or text.startswith(RECIPE)
+    precision = _precision(config, text) if is_mixed else Precision(text)
     return {
-        "of_module": parse_precision(text).of_module if "," in text else lambda module: "",
+        "default": precision.default,
+        "of_module": precision.of_module,
         "switches": switches,
         "rounds_fp32": products != DEFAULT_MATMUL,
     }
+
+
+def _precision(config: Mapping[str, Any], text: str) -> Precision:
+    """Return the precision of a run's config taken apart, by module."""
+    return parse_precision(text).over(layer_names(config.get("model", {}).get("depth", 0)))
 
 
 def _dtype_lines(

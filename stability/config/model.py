@@ -15,7 +15,15 @@ from typing import Any
 from stability.config.convert import nearest
 from stability.config.requirement import require
 
-__all__ = ["BUILDERS", "HUGGINGFACE", "INIT_SCHEMES", "OWN_INIT", "ModelConfig", "shape_of"]
+__all__ = [
+    "BUILDERS",
+    "HUGGINGFACE",
+    "INIT_SCHEMES",
+    "OWN_INIT",
+    "ModelConfig",
+    "layer_names",
+    "shape_of",
+]
 
 HUGGINGFACE = "huggingface"
 """The builder of every causal language model that Hugging Face transformers has."""
@@ -53,6 +61,11 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, int]:
         for name, keys in _NAMES.items()
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def layer_names(depth: int) -> list[str]:
+    """Return what the layers of a model are called, whoever built it."""
+    return [f"layer_{index}" for index in range(depth)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +117,7 @@ class ModelConfig:
     @property
     def layer_names(self) -> list[str]:
         """What its layers are called, whoever built them."""
-        return [f"layer_{index}" for index in range(self.depth)]
+        return layer_names(self.depth)
 
     @property
     def head_dim(self) -> int:

@@ -6,16 +6,21 @@ In YAML a precision is a name, or a mapping whose globs name modules as `named_m
 
 A glob that names a module holds for all inside it, and of several the last one decides. A config
 holds the mapping as one text, `bf16-mixed, *.mlp_*=emulated:e4m3, blocks.layer_0=fp32`: in a
-mapping the order would be lost in JSON, and each glob would be a change of its own. Leaves out what
+mapping the order would be lost in JSON, and each glob would be a change of its own.
+
+`recipe:NAME` is a recipe of linear layers (`attention_kernels.linear_recipes`), of single modules
+or, as the default, of all blocks of a model of ours: less the last ones, if the recipe leaves those
+in BF16, and less all that is no block, such as embeddings, output and final norm. Leaves out what
 computes so (`model.precision`, `model.module_precision`).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from attention_kernels.formats import FORMATS, Format, format_named
+from attention_kernels.linear_recipes import LINEAR_RECIPES, LinearRecipe, linear_recipe_named
 from stability.config.convert import Place, nearest
 
 __all__ = [
@@ -23,8 +28,10 @@ __all__ = [
     "NATIVE",
     "OF_MODULES",
     "OPERANDS",
+    "RECIPE",
     "Precision",
     "emulated_format",
+    "linear_recipe",
     "parse_precision",
     "precision_change",
     "precision_text",
@@ -37,6 +44,9 @@ EMULATED = "emulated:"
 """Opens the name of an emulated precision; a format's name follows. The operands and outputs of
 matmuls are rounded to any format that FP32 holds, and multiplied in FP32, so that an FP16 or FP8
 run is affordable where no hardware has it (`model.precision`)."""
+RECIPE = "recipe:"
+"""Opens the name of a recipe of linear layers; the recipe's name follows. All that such a module
+does besides its linear layers is in the default's precision."""
 OF_MODULES = ("fp32", "bf16", "fp16")
 """What single modules may compute in besides emulated formats: FP32 takes them out of autocast."""
 
@@ -56,6 +66,10 @@ names of dtypes. `records.witness` has a table of its own, by which a run is jud
 _DEFAULT = "default"
 _SEPARATOR, _EQUALS = ", ", "="
 _BF16_EXPONENT_BITS = 8
+_AROUND_RECIPES = "bf16-mixed"
+_RECIPE_NAMES = tuple(RECIPE + name for name in LINEAR_RECIPES)
+_BLOCK = "blocks.{}"
+"""The name of a layer's block in a model of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +77,46 @@ class Precision:
     """A precision taken apart: that of all modules but those that a glob names."""
 
     default: str
+    """What computes all that no glob names, a name of NATIVE or an emulated one."""
     modules: tuple[tuple[str, str], ...] = ()
     """Glob and precision, in order."""
+    of_blocks: str = ""
+    """The recipe of all blocks, less those that it leaves out and those that a glob names."""
 
     @property
     def text(self) -> str:
         """The text that a config holds; `parse_precision` undoes it."""
         own = (f"{glob}{_EQUALS}{value}" for glob, value in self.modules)
-        return _SEPARATOR.join((self.default, *own))
+        return _SEPARATOR.join((self.whole, *own))
+
+    @property
+    def whole(self) -> str:
+        """What stands before the globs."""
+        return self.of_blocks or self.default
+
+    def over(self, layers: Sequence[str]) -> "Precision":
+        """Return the same with a recipe of all blocks as globs that name those of `layers`.
+
+        `layers` are all of a model of ours, in order. ValueError if the recipe leaves all of them
+        out.
+        """
+        recipe = linear_recipe(self.of_blocks)
+        if recipe is None:
+            return self
+        computed = layers[: len(layers) - recipe.left_out(len(layers))]
+        if not computed:
+            raise ValueError(
+                f"precision: {self.whole} must leave a block to compute so, got {len(layers)} in "
+                f"all, of which {recipe.left_out(len(layers))} stay in BF16; name modules by globs"
+            )
+        blocks = tuple((_BLOCK.format(layer), self.of_blocks) for layer in computed)
+        return replace(self, modules=(*blocks, *self.modules), of_blocks="")
 
     def of_module(self, name: str) -> str:
-        """Return what the module `name` computes in, a name of `OF_MODULES` or an emulated one.
+        """Return what the module `name` computes in: one of `OF_MODULES`, emulated, or a recipe.
 
-        Empty where it computes in the default.
+        Empty where it computes in the default. A recipe of all blocks is not seen: `over` names
+        them.
         """
         parts = name.split(".")
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
@@ -87,14 +128,17 @@ class Precision:
 
     @property
     def emulates(self) -> bool:
-        """Whether anything in it is emulated."""
-        return any(
-            each.startswith(EMULATED) for each in (self.default, *dict(self.modules).values())
-        )
+        """Whether anything in it is emulated, by a recipe too."""
+        values = (self.whole, *dict(self.modules).values())
+        return any(each.startswith((EMULATED, RECIPE)) for each in values)
 
     @property
     def needs_scaler(self) -> bool:
-        """Whether a loss scaler has to keep gradients from the end of some format's range."""
+        """Whether a loss scaler has to keep gradients from the end of some format's range.
+
+        A recipe has none: its scales bring gradients into range, or its formats are as wide as
+        BF16.
+        """
         values = (self.default, *(value for _, value in self.modules))
         formats = (emulated_format(value) for value in values if value not in OF_MODULES)
         is_narrow = any(f.exponent_bits < _BF16_EXPONENT_BITS for f in formats if f is not None)
@@ -120,6 +164,16 @@ def emulated_format(name: str) -> Format | None:
     return format
 
 
+def linear_recipe(name: str) -> LinearRecipe | None:
+    """Return the recipe that the precision `name` is, None if it is none. ValueError if unknown."""
+    if not name.startswith(RECIPE):
+        return None
+    try:
+        return linear_recipe_named(name.removeprefix(RECIPE))
+    except ValueError as error:
+        raise ValueError(f"precision: {error}, in {name!r}") from error
+
+
 def parse_precision(text: str) -> Precision:
     """Return the precision that a config's text means; ValueError if it means none."""
     default, *own = (part.strip() for part in text.split(","))
@@ -138,17 +192,20 @@ def parse_precision(text: str) -> Precision:
     twice = {glob for glob, _ in modules if [each for each, _ in modules].count(glob) > 1}
     if twice:
         raise ValueError(f"precision: must name a glob once, got {min(twice)!r} twice in {text!r}")
+    if default.startswith(RECIPE):
+        return Precision(_AROUND_RECIPES, tuple(modules), default)
     return Precision(default, tuple(modules))
 
 
 def _check_default(name: str, *, has_modules: bool) -> None:
     """ValueError unless `name` is a precision, with modules of their own one that can have such."""
-    if name not in NATIVE and not name.startswith(EMULATED):
+    if name not in NATIVE and not name.startswith((EMULATED, RECIPE)):
         raise ValueError(
-            f"precision: must be a known name or {EMULATED}<format>, got {name!r}; "
-            f"nearest: {nearest(name, NATIVE)}"
+            f"precision: must be a known name or {EMULATED}<format> or {RECIPE}<name>, got "
+            f"{name!r}; nearest: {nearest(name, (*NATIVE, *_RECIPE_NAMES))}"
         )
     emulated_format(name)
+    linear_recipe(name)
     if has_modules and name.endswith("-true"):
         raise ValueError(
             f"precision: default must be bf16-mixed, 16-mixed or {EMULATED}<format> where modules "
@@ -157,15 +214,16 @@ def _check_default(name: str, *, has_modules: bool) -> None:
 
 
 def _check_of_module(glob: str, value: str) -> None:
-    if value.startswith(EMULATED):
+    if value.startswith((EMULATED, RECIPE)):
         emulated_format(value)
+        linear_recipe(value)
     elif value not in OF_MODULES:
-        names = (*OF_MODULES, f"{EMULATED}<format>")
+        names = (*OF_MODULES, f"{EMULATED}<format>", *_RECIPE_NAMES)
         is_of_all = value in NATIVE
         why = "that is one of all modules" if is_of_all else f"nearest: {nearest(value, names)}"
         raise ValueError(
-            f"precision: {glob} must be {', '.join(OF_MODULES)} or {EMULATED}<format>, got "
-            f"{value!r}; {why}"
+            f"precision: {glob} must be {', '.join(OF_MODULES)}, {EMULATED}<format> or "
+            f"{RECIPE}<name>, got {value!r}; {why}"
         )
 
 
@@ -185,7 +243,7 @@ def precision_text(value: Any, below: str = "") -> Any:
                 f"{name!r}"
             )
     under = parse_precision(below) if below else Precision("")
-    default = value.get(_DEFAULT, under.default)
+    default = value.get(_DEFAULT, under.whole)
     if not default:
         raise ValueError(f"precision: must have a {_DEFAULT}, for modules that no glob names")
     kept = [(glob, name) for glob, name in under.modules if glob not in value]
@@ -196,7 +254,7 @@ def precision_text(value: Any, below: str = "") -> Any:
 def precision_change(before: str, after: str) -> str:
     """Return in words what differs between two texts, only of modules where only that does."""
     was, now = (parse_precision(text) for text in (before, after))
-    if was.default != now.default or was == now:
+    if was.whole != now.whole or was == now:
         return f"{before} -> {after}"
     others = (each for each in now.modules if each not in was.modules)
     added = [f"{glob} in {value}" for glob, value in others]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from attention_kernels.formats import FORMATS, format_named
 from stability.config.model import INIT_SCHEMES, ModelConfig
 from stability.config.parallel import ParallelConfig
-from stability.config.precision import parse_precision
+from stability.config.precision import Precision, parse_precision
 from stability.config.requirement import require
 from stability.config.trainer_keys import check_trainer
 
@@ -363,8 +363,9 @@ class ArmConfig:
     model: ModelConfig
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     precision: str = "bf16-mixed"
-    """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed` or `emulated:<format>`; single
-    modules' own as `config.precision` says, e.g. `bf16-mixed, *.mlp_*=fp32`."""
+    """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, `emulated:<format>` or
+    `recipe:<name>`; single modules' own as `config.precision` says, e.g.
+    `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     start: str = ""
     """A trained state to begin from, as `stability compare` reads it; empty draws the weights."""
@@ -379,7 +380,20 @@ class ArmConfig:
 
     def __post_init__(self) -> None:
         # one text for one precision, however it was spaced
-        object.__setattr__(self, "precision", parse_precision(self.precision).text)
+        precision = parse_precision(self.precision)
+        object.__setattr__(self, "precision", precision.text)
+        if precision.of_blocks and not self.model.is_ours:
+            raise ValueError(
+                f"precision: {precision.of_blocks} of all blocks must be of a model of ours, got "
+                f"one of {self.model.builder}; name its layers: {{default: bf16-mixed, "
+                f'"GLOB": {precision.of_blocks}}}'
+            )
+        precision.over(self.model.layer_names)
         parts, size = self.parallel.parts, self.train.batch_size
         rule = f"data x shard x accumulate must divide train.batch_size, {size}"
         require(size % parts == 0, "parallel", rule, parts)
+
+    @property
+    def precisions(self) -> Precision:
+        """The precision taken apart, a recipe of all blocks as globs that name them."""
+        return parse_precision(self.precision).over(self.model.layer_names)

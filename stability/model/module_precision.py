@@ -7,19 +7,26 @@ is replaced by the module's:
 - `bf16`, `fp16`: autocast to that format, as PyTorch's mixed precision does;
 - `emulated:<format>`: what arrives is widened, and each `F.linear` inside rounds to the format
   (`precision.EmulatedLinear`), forward and backward. Another product in there would go unrounded,
-  so it is refused.
+  so it is refused;
+- `recipe:<name>`: each `F.linear` inside is computed by the recipe (`precision.RecipeLinear`), and
+  all else as the default does. Other products are refused as well.
 
 All that a module calls inside computes so too, but for modules that have another precision, and
 attention: that keeps the rounding points of its own and is given q, k and v in the default's
 dtype, whatever the modules around it compute in. Autocast's cache of cast weights is left alone: it
 tells weights apart but not formats, and would give a shared weight in that of another module.
 
+Recipes that round stochastically draw by a key of the training and the place of the module among
+all of the model. It is asked for in each forward, and counts no calls: a forward that is made again
+draws the same bits. So does one that an update makes twice, of a module that two layers share.
+
 Leaves out how the text of a config names modules (`config.precision`) and what is executed in the
 end (`probe.executed`).
 """
 
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,10 +34,17 @@ from torch import Tensor, nn
 
 from attention_kernels import AttentionFn
 from stability.config.convert import nearest
-from stability.config.precision import EMULATED, Precision, emulated_format
-from stability.model.precision import EmulatedLinear, autocast_dtype
+from stability.config.precision import (
+    EMULATED,
+    RECIPE,
+    Precision,
+    emulated_format,
+    linear_recipe,
+)
+from stability.model.precision import EmulatedLinear, RecipeLinear, autocast_dtype
 
 __all__ = [
+    "KeyOfModule",
     "attention_in_default",
     "check_globs",
     "in_module_precision",
@@ -38,25 +52,42 @@ __all__ = [
 ]
 
 
-def with_module_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
+KeyOfModule = Callable[[int], Sequence[int]]
+"""Returns the key that the stochastic rounding of a module draws by, given its number."""
+
+
+def _no_key(number: int) -> Sequence[int]:
+    return ()
+
+
+def with_module_precision(
+    model: nn.Module, precision: Precision, device: torch.device, key_of: KeyOfModule = _no_key
+) -> None:
     """Let each module of `model` that a glob names compute as `precision` says, from now on.
 
-    `device` is the one that trains. Without globs nothing is touched. ValueError as `check_globs`.
+    `device` is the one that trains. Without globs nothing is touched. Recipes that round
+    stochastically draw by `key_of`, and without it the same bits at each call. ValueError as
+    `check_globs`.
     """
     check_globs(model, precision)
-    for name, module in model.named_modules():
+    for number, (name, module) in enumerate(model.named_modules()):
         # also where what is around it computes so: a neighbour or an attention may give it BF16
-        if precision.of_module(name):
-            module.forward = _within(module.forward, name, precision, device)
+        value = precision.of_module(name)
+        if value:
+            within = partial(_context, value, precision, device, name)
+            if value.startswith(RECIPE):
+                key = partial(key_of, number)
+                within = partial(_recipe_context, value, precision, device, name, key)
+            module.forward = _within(module.forward, value, within)
 
 
 @contextmanager
 def in_module_precision(
-    model: nn.Module, precision: Precision, device: torch.device
+    model: nn.Module, precision: Precision, device: torch.device, key_of: KeyOfModule = _no_key
 ) -> Generator[None, None, None]:
     """Inside, the modules of `model` compute as after `with_module_precision`."""
     own = {module: vars(module).get("forward") for module in model.modules()}
-    with_module_precision(model, precision, device)
+    with_module_precision(model, precision, device, key_of)
     try:
         yield
     finally:
@@ -68,7 +99,10 @@ def in_module_precision(
 
 
 def check_globs(model: nn.Module, precision: Precision) -> None:
-    """ValueError for a glob that names no module, or one that emulates where nothing multiplies."""
+    """ValueError for a glob that names no module, or one that emulates where nothing multiplies.
+
+    A recipe emulates too.
+    """
     modules = dict(model.named_modules())
     for glob, value in precision.modules:
         alone = Precision(precision.default, ((glob, value),))
@@ -78,7 +112,9 @@ def check_globs(model: nn.Module, precision: Precision) -> None:
                 f"precision: {glob} must name a module of the model, got none; nearest: "
                 f"{nearest(glob, [name for name in modules if name])}"
             )
-        if value.startswith(EMULATED) and not any(_multiplies(modules[name]) for name in named):
+        if value.startswith((EMULATED, RECIPE)) and not any(
+            _multiplies(modules[name]) for name in named
+        ):
             raise ValueError(
                 f"precision: {glob} must name a module that multiplies where it is {value}, got "
                 f"{', '.join(named[:3])}; nothing there would be rounded"
@@ -108,16 +144,15 @@ def attention_in_default(
 
 
 def _within(
-    forward: Callable[..., Any], name: str, precision: Precision, device: torch.device
+    forward: Callable[..., Any], value: str, within: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
-    """Return the `forward` of the module `name`, computed in its own precision."""
-    value = precision.of_module(name)
+    """Return the `forward` of a module that computes in `value`, made in the context `within`."""
     widens = value == "fp32" or value.startswith(EMULATED)
 
     def own(*args: Any, **kwargs: Any) -> Any:
         if widens:
             args, kwargs = tuple(_wide(each) for each in args), _wide(kwargs)
-        with _context(value, precision, device, name):
+        with within():
             return forward(*args, **kwargs)
 
     return own
@@ -147,4 +182,19 @@ def _context(
             stack.enter_context(torch.autocast(device.type, dtype=dtype, cache_enabled=False))
         if precision.emulates:
             stack.enter_context(EmulatedLinear(emulated_format(value), module))
+        yield
+
+
+@contextmanager
+def _recipe_context(
+    value: str,
+    precision: Precision,
+    device: torch.device,
+    module: str,
+    key: Callable[[], Sequence[int]],
+) -> Generator[None, None, None]:
+    """Compute linear layers by the recipe `value`, and all else in the default's precision."""
+    recipe = linear_recipe(value)
+    assert recipe is not None
+    with _context(precision.default, precision, device), RecipeLinear(recipe, module, key()):
         yield

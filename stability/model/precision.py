@@ -11,6 +11,8 @@ dW and db. Products of two values of at most 12 significant bits are exact in FP
 against native FP16 or BF16 only the order of additions differs. Formats with a range below BF16's
 get the loss scaler too.
 
+`RecipeLinear` computes `F.linear` by a recipe of linear layers (`attention_kernels.recipe_linear`).
+
 Leaves out attention, which rounds to the format at its own rounding points
 (`probe.attention_registry.with_input_format`), modules with a precision of their own
 (`module_precision`), and the names of precisions (`config.precision`).
@@ -18,7 +20,7 @@ Leaves out attention, which rounds to the format at its own rounding points
 Shapes: x `(..., in)`, W `(out, in)`, b `(out,)`.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import local
@@ -32,11 +34,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import Format, round_to
+from attention_kernels.linear_recipes import LinearRecipe
+from attention_kernels.recipe_linear import recipe_linear
 from stability.config.precision import OPERANDS, emulated_format, parse_precision
 
 __all__ = [
     "EmulatedLinear",
     "EmulatedPrecision",
+    "RecipeLinear",
     "autocast_dtype",
     "operand_dtype",
     "precision_plugins",
@@ -108,12 +113,16 @@ class EmulatedLinear(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
-        if self.format and self._module and getattr(func, "__name__", "") in _OTHER_PRODUCTS:
+        if self._rounds and self._module and getattr(func, "__name__", "") in _OTHER_PRODUCTS:
             raise ValueError(
                 f"precision: {self._module} must multiply by F.linear alone where its precision is "
                 f"emulated, got {func.__name__}; its product would not be rounded"
             )
         return func(*args, **(kwargs or {}))
+
+    @property
+    def _rounds(self) -> bool:
+        return self.format is not None
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.format is None:
@@ -121,6 +130,28 @@ class EmulatedLinear(TorchFunctionMode):
         if input.dtype in (torch.bfloat16, torch.float16):  # of a module in that precision
             input = input.float()
         return _RoundedLinear.apply(input, weight, bias, self.format)
+
+
+class RecipeLinear(EmulatedLinear):
+    """A context in which `F.linear` is computed by a recipe; all else is unchanged.
+
+    It is entered for one forward of a `module`, which draws by `rounding_key`: of several products
+    in there each has bits of its own, and the same ones where the forward is made again.
+    """
+
+    def __init__(self, recipe: LinearRecipe, module: str, rounding_key: Sequence[int]) -> None:
+        super().__init__(None, module)
+        self._recipe = recipe
+        self._key = rounding_key
+        self._products = 0
+
+    @property
+    def _rounds(self) -> bool:
+        return True
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        part, self._products = self._products, self._products + 1
+        return recipe_linear(input, weight, bias, self._recipe, rounding_key=self._key, part=part)
 
 
 class _RoundedLinear(torch.autograd.Function):

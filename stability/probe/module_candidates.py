@@ -1,11 +1,12 @@
 """What repeats a module or a function beside itself: the candidates of `shadow(modules=...)`.
 
 `emulated:<format>` is the module itself with the operands of its matrix products rounded,
-`compiled` what torch.compile makes of it, and any other is a function of one's own. That is called
-as `function(module, *inputs)`, with the inputs of the module's forward, positional and by keyword
-as they were given, and returns what the module returns; in place of a function that is no module
-it is called as that is. The module is a copy, with parameters of its own: read them as
-`module.weight`. Leaves out the repeating itself (`module_call`).
+`recipe:<name>` with its linear layers computed by a recipe of low precision, `compiled` what
+torch.compile makes of it, and any other is a function of one's own. That is called as
+`function(module, *inputs)`, with the inputs of the module's forward, positional and by keyword as
+they were given, and returns what the module returns; in place of a function that is no module it is
+called as that is. The module is a copy, with parameters of its own: read them as `module.weight`.
+Leaves out the repeating itself (`module_call`).
 """
 
 from collections.abc import Callable
@@ -18,16 +19,17 @@ import torch
 from torch import nn
 
 from attention_kernels import Format
+from attention_kernels.linear_recipes import LinearRecipe
 from stability.config.convert import nearest
-from stability.config.precision import emulated_format
+from stability.config.precision import emulated_format, linear_recipe
 from stability.config.user_functions import import_function, source_hash
 from stability.probe.module_call import ModuleCall, forward_of
-from stability.probe.rounded_products import RoundedProducts
+from stability.probe.rounded_products import RecipeProducts, RoundedProducts
 
 __all__ = ["ModuleCandidate", "resolve_candidate"]
 
 _NO_LIMIT = 1_000_000
-_NAMES = ("emulated:<format>", "compiled", "MODULE:FUNCTION")
+_NAMES = ("emulated:<format>", "recipe:<name>", "compiled", "MODULE:FUNCTION")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class ModuleCandidate:
     function: Callable[..., Any] | None = None
     """None where it is the module itself that is repeated."""
     format: Format | None = None
+    recipe: LinearRecipe | None = None
     is_compiled: bool = False
     left_alone: dict[str, None] = field(default_factory=dict)
     """Fused operators whose operands an emulation could not round."""
@@ -57,6 +60,8 @@ class ModuleCandidate:
             return lambda: torch._dynamo.config.patch(
                 recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT
             )
+        if self.recipe is not None:
+            return partial(RecipeProducts, self.recipe, self.left_alone)
         if self.format is None:
             return nullcontext
         return partial(RoundedProducts, self.format, self.left_alone)
@@ -79,12 +84,12 @@ def resolve_candidate(candidate: str | Callable[..., Any], glob: str) -> ModuleC
         described = {"implementation": f"torch {torch.__version__} compiled"}
         return ModuleCandidate(name=candidate, description=described, is_compiled=True)
     try:
-        format = emulated_format(candidate)
+        format, recipe = emulated_format(candidate), linear_recipe(candidate)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    if format is not None:
+    if format is not None or recipe is not None:
         described = {"implementation": candidate}
-        return ModuleCandidate(name=candidate, description=described, format=format)
+        return ModuleCandidate(name=candidate, description=described, format=format, recipe=recipe)
     if ":" not in candidate:
         raise ValueError(
             f"{what} must be one of {', '.join(_NAMES)}, got {candidate!r}; nearest: "

@@ -4,21 +4,28 @@ A `TorchDispatchMode` sees each product below autocast and autograd, with its op
 multiplied, and rounds these to the format first; sums stay in the dtype of the result, and nothing
 else is rounded. As FP8 training does (arXiv 2209.05433), each operand is scaled as a whole so that
 its largest value fits: here by a power of two, which is exact, so that a format of FP32's range is
-rounded to as if there were no scale. A fused attention is left as it is, and told. Leaves out which
-operators are products (`products`).
+rounded to as if there were no scale. A fused attention is left as it is, and told.
+
+`recipe:nvfp4` of a module computes each `F.linear` in it by a recipe of linear layers, whose
+products have encodings of their own; other products are left as they are, and told. Leaves out
+which operators are products (`products`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_kernels import Format, round_to
-from stability.probe.products import kind_of, name_of
+from attention_kernels.linear_recipes import LinearRecipe
+from attention_kernels.recipe_linear import recipe_linear
+from stability.probe.products import COMPOSED, MATMULS, kind_of, name_of
 
-__all__ = ["RoundedProducts", "round_scaled"]
+__all__ = ["RecipeProducts", "RoundedProducts", "round_scaled"]
 
 
 def round_scaled(x: Tensor, format: Format) -> Tensor:
@@ -37,6 +44,10 @@ def round_scaled(x: Tensor, format: Format) -> Tensor:
     # powers of two beyond these are not FP32's
     exponent = torch.where(largest > 0, exponent, 0).clamp(-126, 126)
     return torch.ldexp(round_to(torch.ldexp(wide, exponent), format), -exponent).to(x.dtype)
+
+
+_PRODUCTS = {*MATMULS, *COMPOSED, "rmatmul", "scaled_dot_product_attention"} - {"linear"}
+"""Names of functions that multiply besides `F.linear`, less their underscores."""
 
 
 class RoundedProducts(TorchDispatchMode):
@@ -70,3 +81,38 @@ class RoundedProducts(TorchDispatchMode):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return round_scaled(x, self.format)
+
+
+class RecipeProducts(TorchFunctionMode):
+    """A context in which `F.linear` is computed by `recipe`, forward and backward.
+
+    Its result has the dtype that it has without the recipe. Without a key of a training, stochastic
+    rounding draws the same bits in each call of the same shape.
+    """
+
+    def __init__(self, recipe: LinearRecipe, left_alone: dict[str, None]) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.left_alone = left_alone
+        """Is given the names of other functions that multiply inside, and stayed as they are."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call the function, or compute it by the recipe if it is `F.linear`."""
+        if func is F.linear:
+            return self._linear(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _PRODUCTS:
+            self.left_alone.setdefault(name)
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = recipe_linear(input, weight, bias, self.recipe)
+        kind = input.device.type
+        lowered = torch.is_autocast_enabled(kind)
+        return out.to(torch.get_autocast_dtype(kind) if lowered else input.dtype)

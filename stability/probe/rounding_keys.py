@@ -1,5 +1,7 @@
 """The keys of stochastic rounding in a training: (run seed, step, layer, call) of an attention.
 
+Linear layers that round so have such keys too, with the number of their module for the layer.
+
 A key is a function of where the training stands and counts no calls. So a layer draws the same bits
 wherever its call is made again: by activation checkpointing, by the probe's shadows and second
 forward pass, by the gradient probe, after a resume. `call` tells the batches apart that one update
@@ -46,6 +48,10 @@ class RoundingKeys:
             "rounding_key": (self.seed, self.step, layer, self.call),
             "rounding_place": place,
         }
+
+    def of_module(self, number: int) -> tuple[int, ...]:
+        """Return what `recipe_linear` takes as the key of a module: it and the place of a batch."""
+        return (self.seed, self.step, number, self.call, self.first_batch, 0, 0)
 
 
 def keyed(attention: ResolvedAttention, layer: int, keys: RoundingKeys) -> ResolvedAttention:

@@ -209,6 +209,8 @@ class Label:
     """What the attention was resolved to, e.g. `sdpa:math`."""
     is_partial: bool = False
     """Whether some layers or passes attend as the baseline does."""
+    default: str = ""
+    """What modules without a precision of their own compute in; empty is all of `precision`."""
     of_module: Callable[[str], str] = lambda module: ""
     """The precision of a module by its dotted path, where it has one of its own; else empty."""
     switches: Mapping[str, Any] = field(default_factory=dict)
@@ -274,7 +276,7 @@ def _wrong_products(witness: Witness, label: Label) -> Iterable[str]:
         if row.part == "linear":
             rows.setdefault(label.of_module(row.module), []).append(row)
     for own, of_these in rows.items():
-        precision = own or label.precision.partition(",")[0]
+        precision = own or label.default or label.precision.partition(",")[0]
         wrong = [row for row in of_these if not _is_as_labelled(row, precision)]
         if wrong:
             yield _wrong_sentence(label.arm, precision, wrong, len(of_these), of_modules=bool(own))
@@ -335,7 +337,7 @@ def _wrong_switches(witness: Witness, label: Label) -> Iterable[str]:
 
 
 def _wrong_arithmetic(witness: Witness, label: Label) -> Iterable[str]:
-    default = label.precision.partition(",")[0]
+    default = label.default or label.precision.partition(",")[0]
     precisions = {label.of_module(row.module) for row in witness.rows if row.part == "linear"}
     multiplied = {_OPERANDS.get(each or default, "float32") for each in {*precisions, ""}}
     if "float32" not in multiplied or label.rounds_fp32:

@@ -188,8 +188,7 @@ def assemble(config: ArmConfig) -> Parts:
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
     probe = _probe(config, device, modules) if config.probe.is_on else None
-    precision = parse_precision(config.precision)
-    keys = RoundingKeys(seed=config.seed.base)
+    precision, keys = config.precisions, RoundingKeys(seed=config.seed.base)
     attention = _attention_by_layer(config, device, primary, probe, keys)
     attention = [attention_in_default(each, precision, device) for each in attention]
     if config.train.compile:
@@ -203,7 +202,7 @@ def assemble(config: ArmConfig) -> Parts:
         if not config.model.is_ours:
             model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
-    with_module_precision(model, precision, device)
+    with_module_precision(model, precision, device, keys.of_module)
     callbacks = [
         RoundingSteps(keys, config.parallel.tensor),
         *_instruments(config, device, model, probe, modules, keys),

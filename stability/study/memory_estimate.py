@@ -164,7 +164,7 @@ def _widths(precision: str) -> _Widths:
     if format:
         return _Widths(4, 2 if wanted.modules else 4, 0, format)
     widths = _WIDTHS[wanted.default]
-    return replace(widths, cast=0) if wanted.modules else widths
+    return replace(widths, cast=0) if wanted.modules or wanted.of_blocks else widths
 
 
 def _estimate(parts: Iterable[Part]) -> Estimate:

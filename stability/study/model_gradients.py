@@ -59,6 +59,8 @@ class ModelGradients:
     candidate: Sequence[Attention]
     baseline: Sequence[Attention]
     changed: Sequence[bool]
+    keys: RoundingKeys | None = None
+    """Those that linear layers draw by, where a recipe rounds them stochastically."""
     _shells: list[nn.Module] = field(default_factory=list)
     """The model of others without weights, once it is built: that draws them all."""
 
@@ -78,7 +80,7 @@ class ModelGradients:
         """
         rounding = attention_rounding(self.precision)
         attentions = self._attentions(role, rounding if is_isolated else None, batch.device)
-        trained_in = parse_precision(self.precision)
+        trained_in = parse_precision(self.precision).over(self.config.layer_names)
         if not is_isolated:
             attentions = [
                 attention_in_default(each, trained_in, batch.device) for each in attentions
@@ -88,7 +90,8 @@ class ModelGradients:
             dtype, rest, modules = surrounding_dtype(rounding), nullcontext(), nullcontext()
         else:
             dtype, rest = _weights_dtype(self.precision), _rest(self.precision, batch.device)
-            modules = in_module_precision(model, trained_in, batch.device)
+            key_of = (lambda number: ()) if self.keys is None else self.keys.of_module
+            modules = in_module_precision(model, trained_in, batch.device, key_of)
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
@@ -176,6 +179,7 @@ def attentions_of_arm(
         candidate=[at(candidate if covers else own, i) for i, covers in enumerate(covered)],
         baseline=[at(own, i) for i in range(len(covered))],
         changed=covered,
+        keys=keys,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from attention_kernels import BASELINE_PROFILES, PROFILES
 from attention_kernels.block_recipes import BLOCK_RECIPES
 from attention_kernels.formats import FORMATS
+from attention_kernels.linear_recipes import LINEAR_RECIPES
 from attention_kernels.points import FIELDS, POINTS, UNROUNDED
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -139,6 +140,28 @@ def test_every_block_recipe_is_in_the_table_as_it_is():
         assert rule_name == recipe.rule + " or 3/2 of it" * recipe.four_over_six
         assert float(to or 0) == recipe.largest_scale
         assert source == recipe.source
+
+
+def _told(operand):
+    """An operand as the table has it."""
+    drawn, again = operand.rounding == "stochastic", operand.of_forward
+    rotated = {0: "", 16: " rotated"}[operand.rotation]
+    stored = " of the forward's" * again
+    return f"`{operand.name}`{' stochastic' * drawn}{rotated}{stored}"
+
+
+def test_every_linear_recipe_is_in_the_table_as_it_is():
+    rows = {named(row[0])[0]: row[1:] for row in tables()["linear recipe"]}
+    assert list(rows) == list(LINEAR_RECIPES)
+    for name, recipe in LINEAR_RECIPES.items():
+        products = (recipe.forward, recipe.dgrad, recipe.wgrad)
+        share = f"last {recipe.last_blocks:.0%}".replace("%", " %")
+        assert rows[name] == [
+            *(", ".join(map(_told, product)) for product in products),
+            share if recipe.last_blocks else "none",
+            recipe.source,
+        ]
+        assert (recipe.output, recipe.weight_gradient) == ("bf16", "fp32")
 
 
 @pytest.mark.slow

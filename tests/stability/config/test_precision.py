@@ -103,7 +103,7 @@ def test_a_reference_of_a_mapping_is_fp32_throughout(read):
         ),
         (
             '{default: bf16-mixed, "*.mlp_*": bf16-true}',
-            r"\*.mlp_\* must be fp32, bf16, fp16 or .* got 'bf16-true'; that is one of all modules",
+            r"\*.mlp_\* must be fp32, bf16, fp16, .* got 'bf16-true'; that is one of all modules",
         ),
         ("{default: bf16-mixed, x: f32}", "x must be .* got 'f32'; nearest: fp32"),
         ("{default: bf16-mixed, x: emulated:e9m9}", "must emulate a format that FP32 holds"),

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from attention_kernels.linear_recipes import LINEAR_RECIPES
+from attention_kernels.recipe_linear import recipe_linear
 from stability import module_call, shadow
 from tests.sampling import one_in
 from tests.stability.intercept.module_models import (
@@ -168,6 +170,49 @@ def test_an_mlp_in_e4m3_errs_by_the_ratio_of_the_formats_spacings(format):
         name = f"deviation/layers.1.mlp/{what}/golden_candidate_rel_fro"
         # second order in e5m2's own error, an eighth
         assert rough[name] / fine[name] == pytest.approx(2.0 ** (bits - 3), rel=0.08), what
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+def test_a_recipe_errs_in_each_result_as_the_layer_computed_by_hand(autocast):
+    """Of one linear layer, which the loss's own gradient goes through."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 8))
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    found = {}
+
+    def keep(module, args, out):
+        out.register_hook(lambda grad: found.update(dout=grad.detach()))
+
+    model[0].register_forward_hook(keep)
+    with shadow(model, modules={"0": "recipe:mxfp8"}) as probe:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model(x).float().square().sum().backward()
+        probe.step()
+    assert not probe.findings
+    leaves = [t.detach().requires_grad_() for t in (x, model[0].weight, model[0].bias)]
+    recipe_linear(*leaves, LINEAR_RECIPES["mxfp8"]).backward(found["dout"].bfloat16())
+    exact = [t.detach().double().requires_grad_() for t in (x, model[0].weight, model[0].bias)]
+    F.linear(*exact).backward(found["dout"].double())
+    for what, own, true in zip(("dx", "dweight"), leaves, exact, strict=False):
+        error = (own.grad - true.grad).norm() / true.grad.norm()
+        name = f"deviation/0/{what}/golden_candidate_rel_fro"
+        assert probe.metrics[name] == pytest.approx(float(error), rel=1e-2), what
+    assert 0.01 < probe.metrics["deviation/0/out/golden_candidate_rel_fro"] < 0.1
+
+
+def test_a_product_that_a_recipe_leaves_as_it_is_is_told():
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.up(x) @ self.up.weight
+
+    model = nn.Sequential(nn.Linear(32, 32), Mixing())
+    with shadow(model, modules={"1": "recipe:nvfp4"}) as probe:
+        model(torch.randn(16, 32)).sum().backward()
+        probe.step()
+    assert [text for *_, text in probe.findings] == ["recipe:nvfp4 leaves matmul in it as it is"]
 
 
 def interleaved(q, k, cos, sin):

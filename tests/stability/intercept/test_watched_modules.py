@@ -196,6 +196,7 @@ def test_a_candidate_that_writes_and_draws_random_numbers_does_not_reach_the_run
             r"modules\['\*.mlp'\] must be one of emulated:<f",
         ),
         ({"modules": {"*.mlp": "emulated:e9"}}, r"modules\['\*.mlp'\]: precision: "),
+        ({"modules": {"*.mlp": "recipe:mxpf8"}}, r"precision: recipe must .* nearest: mxfp8"),
         ({"modules": {"*.mlp": "math:nosuch"}}, r"must be a function that math has, got 'nosuch'"),
         ({"modules": {"*.mlp": "no.such:f"}}, r"must be MODULE:FUNCTION of a module that imports"),
         ({"modules": {"*.mlp": 3}}, r"must be text or a function, got int"),

@@ -117,6 +117,21 @@ def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
 
 
 @pytest.mark.slow
+def test_by_a_recipe_replicas_and_shards_end_in_the_bits_of_accumulation(base):
+    """Each rank quantizes its own part of a batch, and draws by where that begins."""
+    own = replace(base, precision="recipe:nvfp4")
+    one = train_all(
+        {"parts": replace(own, parallel=ParallelConfig(accumulate=2)), "one": own}, ALONE
+    )
+    layouts = {name: TWO[name] for name in ("ddp", "fsdp")}
+    first, second = call_over_ranks(2, train_all, laid_out(own, layouts))
+    for name in layouts:
+        assert same_bits(first[name], one["parts"]), name
+        assert same_bits(second[name], first[name])
+    assert not same_bits(one["parts"], one["one"]), "tokens of other parts have other blocks"
+
+
+@pytest.mark.slow
 def test_in_fp64_every_layout_computes_the_same(base):
     """A part that is counted twice, or not at all, can't hide behind rounding."""
     one = train_all({"one": replace(base, precision="64-true")}, ALONE)["one"]

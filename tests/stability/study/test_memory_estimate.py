@@ -96,7 +96,7 @@ def _kept_by_autograd(config: ArmConfig) -> int:
         return tensor
 
     batch = torch.randint(0, 256, (config.train.batch_size, config.model.context + 1))
-    is_lowered = config.precision.startswith("bf16-mixed")
+    is_lowered = config.precision.startswith(("bf16-mixed", "recipe:"))
     context = torch.autocast("cpu", torch.bfloat16, enabled=is_lowered)
     if config.precision.startswith("emulated:"):
         context = EmulatedLinear(emulated_format(config.precision))
@@ -115,6 +115,7 @@ NATIVE_ON_CPU = ["64-true", "32-true", "bf16-mixed", "bf16-true"]
         *product(NATIVE_ON_CPU, ["baseline", "flash", "golden", "sdpa", "sdpa:math"]),
         *product(["emulated:e8m10"], ["baseline", "flash"]),
         *product(["bf16-mixed, *.mlp_*=fp32", "emulated:e4m3, *.mlp_*=bf16"], ["baseline"]),
+        *product(["recipe:mxfp8", "bf16-mixed, *.mlp_*=recipe:nvfp4"], ["baseline"]),
     ],
 )
 def test_no_more_is_estimated_than_autograd_keeps_and_not_much_less(precision, attention):
