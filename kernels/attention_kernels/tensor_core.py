@@ -22,7 +22,7 @@ from attention_kernels.tensor_core_models import TensorCoreModel, tensor_core_na
 __all__ = ["tensor_core_matmul"]
 
 # Products held at once, by device: on a CPU temporary tensors should stay in its caches.
-PRODUCTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+PRODUCTS_AT_ONCE = {"cpu": 2**19, "cuda": 2**24}
 
 # Below every `zero_exponent`, and so no exponent for what is aligned.
 _NO_EXPONENT = -10_000
@@ -106,6 +106,33 @@ def _check_grid(name: str, x: Tensor, format: Format) -> None:
         )
 
 
+class _Room:
+    """Memory for the products of one block and their exponents, used again for each block.
+
+    A new tensor of 2 MiB is new pages at each step: 2.8 ns an element, where a product takes 0.1.
+    """
+
+    def __init__(self, products: int, device: torch.device) -> None:
+        self._terms = torch.empty(products, dtype=torch.float64, device=device)
+        self._integers = torch.empty(products, dtype=torch.int32, device=device)
+        self._exponents = torch.empty(products, dtype=torch.int16, device=device)
+
+    def terms(self, *like: Tensor) -> Tensor:
+        return _shaped(self._terms, like)
+
+    def integers(self, *like: Tensor) -> Tensor:
+        return _shaped(self._integers, like)
+
+    def exponents(self, *like: Tensor) -> Tensor:
+        return _shaped(self._exponents, like)
+
+
+def _shaped(room: Tensor, like: tuple[Tensor, ...]) -> Tensor:
+    """Return the beginning of `room` in the shape that `like` broadcasts to."""
+    shape = torch.broadcast_shapes(*(x.shape for x in like))
+    return room[: shape.numel()].view(shape)
+
+
 def _chain(
     a: Tensor, b: Tensor, c: Tensor, model: TensorCoreModel, formats: list[Format]
 ) -> Tensor:
@@ -115,31 +142,45 @@ def _chain(
     rows, columns = a.shape[-2], b.shape[-1]
     flat_a, flat_b = a.reshape(-1, rows, a.shape[-1]), b.reshape(-1, b.shape[-2], columns)
     result = c.reshape(-1, rows, columns).clone()
-    step = max(1, PRODUCTS_AT_ONCE.get(a.device.type, 2**18) // (columns * model.products))
+    finite = bool(a.isfinite().all() and b.isfinite().all())
+    step = max(1, PRODUCTS_AT_ONCE.get(a.device.type, 2**19) // (columns * model.products))
+    room = _Room(min(step, rows) * columns * model.products, a.device)
     for matrix, (a_MK, b_KN) in enumerate(zip(flat_a, flat_b, strict=True)):
         exponents_b, wide_b = _exponents(b_KN, formats[1]), b_KN.double()
         for row in range(0, rows, step):
             part = a_MK[row : row + step].T.contiguous()
-            exponents_a, wide_a, acc = _exponents(part, formats[0]), part.double(), result[matrix]
-            sums = acc[row : row + step]
+            exponents_a, wide_a = _exponents(part, formats[0]), part.double()
+            sums = result[matrix, row : row + step]
             for k in range(0, len(part), model.products):
                 at = slice(k, k + model.products)
                 # [products, rows, columns]: additions over the first axis run along memory
-                terms = wide_a[at, :, None] * wide_b[at, None, :]
-                exponents = exponents_a[at, :, None] + exponents_b[at, None, :]
-                sums = _add_block(terms, exponents.amax(dim=0), sums, model)
-            acc[row : row + step] = sums
+                exponents = exponents_a[at, :, None], exponents_b[at, None, :]
+                largest = torch.add(*exponents, out=room.exponents(*exponents)).amax(dim=0)
+                factors = wide_a[at, :, None], wide_b[at, None, :]
+                terms = torch.mul(*factors, out=room.terms(*factors))
+                sums = _add_block(terms, largest, sums, model, finite, room)
+            result[matrix, row : row + step] = sums
     return result.reshape(c.shape)
 
 
-def _add_block(terms: Tensor, largest: Tensor, c: Tensor, model: TensorCoreModel) -> Tensor:
+def _add_block(
+    terms: Tensor, largest: Tensor, c: Tensor, model: TensorCoreModel, finite: bool, room: "_Room"
+) -> Tensor:
     """Return c plus the products `terms` of one block, whose largest exponents are given."""
     largest = torch.maximum(largest, _exponents(c, format_named("fp32")))
     largest = largest.clamp_(min=model.zero_exponent)
     # Of FP64's exponents, these are between 2**-254 and 2**158: nothing here is subnormal.
     unit, per_unit = _power(largest - model.fraction_bits), _power(model.fraction_bits - largest)
+    terms.mul_(per_unit)
     cut = torch.trunc if model.cut == "toward_zero" else torch.floor
-    total = cut(terms.mul_(per_unit)).sum(dim=0).add_(cut(c.double() * per_unit)).mul_(unit)
+    # A cast to integers cuts toward zero too: 0.2 ns a term, where trunc takes 1.4 (torch 2.13 on a
+    # Xeon). A term is below 4 * 2**fraction_bits.
+    fits = model.products * 2 ** (model.fraction_bits + 2) <= 2**31
+    if cut is torch.trunc and finite and fits:
+        total = room.integers(terms).copy_(terms).sum(dim=0, dtype=torch.int32).double()
+    else:
+        total = cut(terms).sum(dim=0)
+    total = total.add_(cut(c.double() * per_unit)).mul_(unit)
     total += 0.0  # a sum of zero has no sign, whatever the signs of its terms
     rounded = round_to(total, model.accumulator, "toward_zero")
     # Rounding toward zero ends at the largest value; the exponent of a tensor core's sum overflows.
@@ -151,7 +192,7 @@ def _exponents(x: Tensor, format: Format) -> Tensor:
     """Return the exponent of each value as its format stores it; far too small for zero."""
     # frexp's mantissa is in [0.5, 1)
     exponents = (torch.frexp(x).exponent - 1).clamp_(min=format.min_exponent)
-    return exponents.masked_fill_(x == 0, _NO_EXPONENT)
+    return exponents.masked_fill_(x == 0, _NO_EXPONENT).to(torch.int16)
 
 
 def _power(exponents: Tensor) -> Tensor:

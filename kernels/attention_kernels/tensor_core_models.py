@@ -77,6 +77,10 @@ class TensorCoreModel:
         format = format_named(name)
         return next((f for f in map(format_named, self.operands) if format.fits(f)), None)
 
+    def takes(self, name: str) -> bool:
+        """Say whether operands of this format can be multiplied; wider ones become TF32 before."""
+        return "tf32" in self.operands or self.operand_format(name) is not None
+
 
 def _require(model: TensorCoreModel, field: str, right: bool, rule: str) -> None:
     if not right:

@@ -30,6 +30,7 @@ from attention_kernels.numerics import FlashNumerics
 from attention_kernels.operands import Operand
 from attention_kernels.points import POINTS, UNROUNDED
 from attention_kernels.rounding_key import Draws
+from attention_kernels.tensor_core_models import MODELS
 
 __all__ = [
     "MAX_LEN",
@@ -121,6 +122,12 @@ def constants_of(
                 f"triton: {name} must be a power of two, got {block}; use another block or "
                 "engine='twin'"
             )
+    if numerics.arithmetic.dot in MODELS:
+        raise ValueError(
+            "triton: dot must be ieee, tf32 or tf32x3, got "
+            f"{numerics.arithmetic.dot!r}; kernels run on the tensor cores of the GPU at hand, and "
+            "a model of some runs with engine='twin'"
+        )
     left, right = _narrower(mask.offsets(), q, k)
     points = []
     for name, point in POINTS.items():

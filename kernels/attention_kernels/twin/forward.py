@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics, Softmax
+from attention_kernels.numerics import FlashNumerics, Softmax, TensorCoreProduct
 from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.twin.arithmetic import (
     Flat,
@@ -232,11 +232,16 @@ def _add_values(
     """Return the accumulator with P v of one block, in place; P comes times its own scale."""
     v_NJD, v_factor = v.values[:, keys.start : keys.stop], v.factor(keys)
     numerics, dims = rounded.numerics, range(v.values.shape[2])
-    # Added inside the product or after it: only the order of additions differs.
+    product = numerics.product("probabilities", "v")
     alone = numerics.targets["block_output"] is not None
-    if not alone and v_factor is None and numerics.arithmetic.dot == "ieee" and kept_scale == 1.0:
-        return acc_NID.baddbmm_(p_NIJ, v_NJD)
-    pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
+    if not alone and v_factor is None and kept_scale == 1.0:
+        # Added inside the product or after it: only the order of additions differs.
+        if product == "ieee":
+            return acc_NID.baddbmm_(p_NIJ, v_NJD)
+        # A tensor core adds to its accumulator, and cuts that as it cuts products.
+        if isinstance(product, TensorCoreProduct):
+            return dot(p_NIJ, v_NJD, product, acc_NID)
+    pv_NID = dot(p_NIJ, v_NJD, product)
     if v_factor is not None:
         pv_NID = pv_NID.mul_(v_factor / numerics.probability_scale())
     pv_NID = pv_NID if kept_scale == 1.0 else pv_NID.mul_(kept_scale)
