@@ -17,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from revealing_sums import Product, expected, measured
 from run import commit
 from torch import Tensor
 
@@ -33,10 +34,7 @@ from attention_kernels.rounding import round_to
 from attention_kernels.tensor_core import tensor_core_matmul
 from attention_kernels.tensor_core_models import MODELS, TensorCoreModel
 
-__all__ = ["Case", "cases", "expected", "measured", "shares"]
-
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Takes FP32 (M, K) and (K, N) on the operands' grid, and returns FP32 (M, N)."""
+__all__ = ["Case", "cases", "probe", "right", "shares"]
 
 ARCHITECTURES = {(8, 0): "ampere", (8, 9): "ada", (9, 0): "hopper", (10, 0): "blackwell"}
 DTYPES = {
@@ -46,11 +44,11 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }
+INSTRUCTION = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 BLOCK_K = 128
-SIZE = 512
-"""Rows, columns and K of a product of random operands: 134 million products."""
-MOST_BITS = 34
-"""The most bits that a small product lies below a large one: of e4m3, 2**-18 below 2**16."""
+ROWS, LENGTH = 2048, 512
+"""Rows and columns of a product of random operands, and K: 2.1 billion products. Tiles are then
+more than a chip has multiprocessors, so that no library has a reason to divide K."""
 
 
 @triton.jit
@@ -152,9 +150,7 @@ def _case(name: str, operands: str, model: str, *, rows: int = 64, promote: int 
         }
         grid = (M // rows, N // 64)
         compiled = product_kernel[grid](a_MK, b_NK, d_MN, K, N, PROMOTE=promote, **sizes)
-        found = re.findall(
-            r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*", compiled.asm["ptx"]
-        )
+        found = INSTRUCTION.findall(compiled.asm["ptx"])
         seen["instruction"] = ", ".join(dict.fromkeys(found))
         return d_MN
 
@@ -181,93 +177,26 @@ def _scaled_mm(fast: bool) -> Product:
     return run
 
 
-def expected(model: TensorCoreModel) -> dict[str, Any]:
-    """Return what `measured` finds of a model."""
-    bits = {"fp32": 23, "e8m13": 13}[model.accumulator]
-    return {
-        "fraction_bits": model.fraction_bits,
-        "products": model.products,
-        "accumulator_bits": bits,
-        "rounding": "toward_zero",
-        "cut": model.cut,
-        "normalised": False,
-    }
-
-
-def measured(run: Product, device: str = "cuda") -> dict[str, Any]:
-    """Return what revealing inputs say of a product: the fields of its model."""
-    # Large is 2**16. Two of them cancel, so what is left shows what became of a small product.
-    pair = {0: 1.0, 1: -1.0}
-    bits = range(8, MOST_BITS + 1)
-    left = _diagonal(run, [pair | {2: 2.0**-f} for f in bits], device)
-    kept = max((f for f, value in zip(bits, left, strict=True) if value != 0), default=0)
-    # One that is cut off beside the pair is left where it comes a block later.
-    places = range(2, 2 + 64)
-    lost = 2.0 ** -min(kept + 3, MOST_BITS)
-    left = _diagonal(run, [pair | {place: lost} for place in places], device)
-    later = [place for place, value in zip(places, left, strict=True) if value != 0]
-    sums = _diagonal(run, [{0: 1.0, 1: 2.0**-f} for f in bits], device)
-    held = max((f for f, value in zip(bits, sums, strict=True) if value != 1), default=0)
-    # Above 2 the last bit held is 2**(1 - held): an odd number of those and a half is a tie.
-    tie = {0: 1.0, 1: 1.0, 2: 2.0 ** (1 - held), 3: 2.0**-held}
-    negative = {place: -value for place, value in tie.items()}
-    small = -1.5 * 2.0**-kept
-    large = {0: 2.25, 1: -2.25, 2: 2.0**-kept}
-    up, down, cut, beside = _diagonal(run, [tie, negative, pair | {2: small}, large], device)
-    return {
-        "fraction_bits": kept,
-        "products": later[0] if later else 0,
-        "accumulator_bits": held,
-        "rounding": _rounding((up - 2) * 2.0 ** (held - 1), (down + 2) * 2.0 ** (held - 1)),
-        "cut": {-1.0: "toward_zero", -2.0: "down"}.get(cut * 2.0**kept, f"to {cut * 2.0**kept:g}"),
-        "normalised": beside == 0,
-    }
-
-
-def _rounding(up: float, down: float) -> str:
-    """Return how 1.5 and -1.5 last bits were rounded."""
-    names = {(1, -1): "toward_zero", (1, -2): "down", (2, -2): "nearest_even", (2, -1): "up"}
-    return names.get((up, down), f"{up:g} and {down:g}")
-
-
-def _diagonal(run: Product, rows: list[dict[int, float]], device: str) -> list[float]:
-    """Return sums of products, in units of 2**16, each given as place -> value of a product.
-
-    Values are plus or minus 1, 1.5 or 2.25 times a power of two.
-    """
-    a, b = torch.zeros(64, BLOCK_K), torch.zeros(BLOCK_K, 64)
-    for row, products in enumerate(rows):
-        for place, value in products.items():
-            left, right = _factors(abs(value))
-            a[row, place], b[place, row] = left, right if value > 0 else -right
-    sums = run(a.to(device), b.to(device)).diagonal()[: len(rows)]
-    return [value * 2.0**-16 for value in sums.tolist()]
-
-
-def _factors(value: float) -> tuple[float, float]:
-    """Return two values of every format here whose product is `value` * 2**16."""
-    odd = {1.0: (1.0, 1.0), 1.5: (1.5, 1.0), 1.125: (1.5, 1.5)}
-    exponent = int(torch.tensor(value, dtype=torch.float64).log2().floor())
-    left, right = odd[value / 2.0**exponent]
-    exponent += 16 if value / 2.0**exponent != 1.125 else 15
-    return left * 2.0 ** (exponent // 2), right * 2.0 ** (exponent - exponent // 2)
-
-
-def draws(operands: str, size: int, device: str, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return random operands, (size, size) each, on the grid of a format, by the name of a law."""
+def draws(
+    operands: str, rows: int, length: int, device: str, seed: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return random a (rows, length) and b (length, rows) on a format's grid, by the law's name."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal() -> Tensor:
-        return torch.randn(size, size, generator=generator)
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
 
     def spread(x: Tensor, low: int, high: int) -> Tensor:
         return x * 2.0 ** torch.randint(low, high, x.shape, generator=generator)
 
+    def pair() -> tuple[Tensor, Tensor]:
+        return normal(rows, length), normal(length, rows)
+
     pairs = {
-        "N(0, 1)": (normal(), normal()),
-        "of one sign": (normal().abs(), normal().abs()),
-        "N(0, 1) times 2**-6 to 2**6": (spread(normal(), -6, 7), spread(normal(), -6, 7)),
-        "with subnormals of FP8": (spread(normal(), -14, 2), spread(normal(), -14, 2)),
+        "N(0, 1)": pair(),
+        "of one sign": tuple(x.abs() for x in pair()),
+        "N(0, 1) times 2**-6 to 2**6": tuple(spread(x, -6, 7) for x in pair()),
+        "with subnormals of FP8": tuple(spread(x, -14, 2) for x in pair()),
     }
     return {
         law: (round_to(a, operands).to(device), round_to(b, operands).to(device))
@@ -275,20 +204,22 @@ def draws(operands: str, size: int, device: str, seed: int) -> dict[str, tuple[T
     }
 
 
-def shares(case: Case, size: int = SIZE, device: str = "cuda", seed: int = 0) -> list[dict]:
+def shares(
+    case: Case, rows: int = ROWS, length: int = LENGTH, device: str = "cuda", seed: int = 0
+) -> list[dict[str, Any]]:
     """Return for each law the share of results that have the bits of a model, and of others."""
-    rows = []
-    for law, (a, b) in draws(case.operands, size, device, seed).items():
+    lines = []
+    for law, (a, b) in draws(case.operands, rows, length, device, seed).items():
         found = case.run(a, b)
-        row: dict[str, Any] = {"law": law, "results": found.numel(), "products": size**3}
+        row: dict[str, Any] = {"law": law, "results": found.numel(), "products": rows**2 * length}
         row["model"] = _share(found, case.predict(a, b, case.model))
         part = slice(0, 64)
         for name, other in others(case.model).items():
             row[name] = _share(found[part], case.predict(a[part], b, other))
         exact = (a[part].double() @ b.double()).float()
         row["exact sum"] = _share(found[part], exact)
-        rows.append(row)
-    return rows
+        lines.append(row)
+    return lines
 
 
 def others(model: TensorCoreModel) -> dict[str, TensorCoreModel]:
@@ -307,7 +238,7 @@ def _share(found: Tensor, predicted: Tensor) -> float:
     return (found.view(torch.int32) == predicted.view(torch.int32)).double().mean().item()
 
 
-def _probe(case: Case) -> dict[str, Any]:
+def probe(case: Case) -> dict[str, Any]:
     """Return what one case does, or why it does not run; print both."""
     print(f"\n{case.name}: held against {case.model.name}")
     try:
@@ -336,6 +267,11 @@ def _probe(case: Case) -> dict[str, Any]:
     }
 
 
+def right(row: dict[str, Any]) -> bool:
+    """Say whether every figure and every bit of a case that ran is its model's."""
+    return row["as_expected"] and all(each["model"] == 1 for each in row["shares"])
+
+
 def main() -> int:
     """Probe every case of this GPU; return 1 if one differs from its model."""
     parser = argparse.ArgumentParser(description="Compare tensor cores with their models.")
@@ -345,16 +281,12 @@ def main() -> int:
         raise SystemExit("tensor_core_probe: device must be a CUDA GPU, got none; run it on one")
     machine, used = hardware("cuda"), versions()
     print(f"{machine['name']}, torch {used['torch']}, Triton {used['triton']}, at {commit()}")
-    rows = [_probe(case) for case in cases(torch.cuda.get_device_capability())]
+    rows = [probe(case) for case in cases(torch.cuda.get_device_capability())]
     if options.json:
         record = {"hardware": machine, "versions": used, "commit": commit(), "cases": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     ran = [row for row in rows if "error" not in row]
-    wrong = [
-        row["case"]
-        for row in ran
-        if not row["as_expected"] or any(each["model"] < 1 for each in row["shares"])
-    ]
+    wrong = [row["case"] for row in ran if not right(row)]
     print(f"\n{len(ran) - len(wrong)} of {len(ran)} cases have their model's bits and figures")
     print("".join(f"  not: {name}\n" for name in wrong), end="")
     return int(bool(wrong) or not ran)
