@@ -96,10 +96,31 @@ _BOTH = "arXiv 2511.10909; arXiv 2512.07004"
 _HOPPER_FP8 = "arXiv 2511.10909; arXiv 2512.07004; arXiv 2412.19437"
 
 
-def _table(*rows: tuple[str, tuple[str, ...], int, int, str, int, str, str]) -> dict:
-    fields = ("name", "operands", "products", "fraction_bits", "accumulator", "zero_exponent")
-    fields += ("wider", "source")
-    return {row[0]: TensorCoreModel(**dict(zip(fields, row, strict=True))) for row in rows}
+def _table(
+    *rows: tuple[str, tuple[str, ...], int, int, str, int, str, str],
+) -> dict[str, TensorCoreModel]:
+    return {
+        name: TensorCoreModel(
+            name=name,
+            operands=operands,
+            products=products,
+            fraction_bits=fraction_bits,
+            accumulator=accumulator,
+            zero_exponent=zero_exponent,
+            wider=wider,
+            source=source,
+        )
+        for (
+            name,
+            operands,
+            products,
+            fraction_bits,
+            accumulator,
+            zero_exponent,
+            wider,
+            source,
+        ) in rows
+    }
 
 
 MODELS: dict[str, TensorCoreModel] = _table(
