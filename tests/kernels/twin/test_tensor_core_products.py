@@ -117,35 +117,60 @@ def test_the_backward_adds_each_tile_into_the_accumulator_of_the_tensor_core(dot
         assert torch.equal(found[name][0, 0], x), name
 
 
-def scaled(x):
-    """32 rows in e4m3, brought onto its largest value, and the factor that takes them back."""
-    factor = x.abs().max() / 448.0
-    return round_to((x / factor).clamp(-448.0, 448.0), "e4m3"), factor
+def scaled(x, rows):
+    """Blocks of 32 rows in e4m3, and the factors that take them back: of a block, or of all."""
+    peaks = x.abs().unflatten(0, (-1, rows)).amax((1, 2)) / 448.0
+    peaks = peaks.repeat_interleave(rows // 32)
+    blocks = x.unflatten(0, (-1, 32)) / peaks[:, None, None]
+    return round_to(blocks.clamp(-448.0, 448.0), "e4m3"), peaks
 
 
-def test_with_a_factor_for_each_block_p_v_is_summed_apart():
-    q, k, v, _ = (
-        torch.randn(32 * n, 48, generator=torch.Generator().manual_seed(n)) for n in range(1, 5)
-    )
-    k, v = k[:64], v[:64]
-    numerics = numerics_of("hopper_fp8", scaling="per_block")
+@pytest.mark.parametrize("scaling", ["per_block", "per_tensor"])
+def test_one_factor_for_a_head_waits_and_those_of_blocks_part_the_sum(scaling):
+    draws = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(length, 48, generator=draws) for length in (32, 64, 64))
+    numerics = numerics_of("hopper_fp8", scaling=scaling)
     found = flash_attention(
         *(x[None, None] for x in (q, k, v)), scale=SCALE, numerics=numerics, engine="twin"
     )
-    narrow_q, q_factor = scaled(q)
+    whole = scaling == "per_tensor"
+    (narrow_q, q_factor), *others = scaled(q, 32), *(scaled(x, 64 if whole else 32) for x in (k, v))
     largest, total, acc = torch.full((32, 1), -torch.inf), torch.zeros(32, 1), torch.zeros(32, 48)
-    for keys in (slice(0, 32), slice(32, 64)):
-        (narrow_k, k_factor), (narrow_v, v_factor) = scaled(k[keys]), scaled(v[keys])
-        scores = matmul(narrow_q, narrow_k.T.contiguous(), "hopper_fp8")
+    for narrow_k, k_factor, narrow_v, v_factor in zip(*others[0], *others[1], strict=True):
+        scores = matmul(narrow_q[0], narrow_k.T.contiguous(), "hopper_fp8")
         scores = scores * (q_factor * k_factor) * SCALE
         new = torch.maximum(largest, scores.amax(1, keepdim=True))
         p, alpha = torch.exp(scores - new), torch.exp(largest - new)
         total = total * alpha + p.sum(1, keepdim=True)
-        # from zero, and added in FP32: the accumulator's bits are not cut to those of the sum
-        product = matmul(round_to(p * 256, "e4m3"), narrow_v, "hopper_fp8")
-        acc = acc * alpha + product * (v_factor / 256)
+        acc, p = acc * alpha, round_to(p * 256, "e4m3")
+        if whole:
+            acc = matmul(p, narrow_v, "hopper_fp8", acc)
+        else:  # from zero, and added in FP32, which keeps the accumulator's bits
+            acc = acc + matmul(p, narrow_v, "hopper_fp8") * (v_factor / 256)
         largest = new
+    acc = acc * (others[1][1][0] / 256) if whole else acc
     assert torch.equal(found[0, 0], acc / total)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loop_order": "key_outer"},
+        {"accumulator": "e8m22"},
+        {"block_output": "e8m22"},
+        {"splits": 2},
+    ],
+    ids=["key_outer", "accumulator", "block_output", "splits"],
+)
+def test_a_factor_is_applied_once_whether_it_waits_or_not(changes):
+    q, k, v, _ = draw("hopper_fp8", length=64, seed=5)
+    v = 0.01 * v
+    numerics = numerics_of("hopper_fp8", scaling="per_tensor", **changes)
+    found = flash_attention(q, k, v, scale=SCALE, numerics=numerics, engine="twin")
+    usual = numerics.with_(dot="ieee")
+    wanted = flash_attention(q, k, v, scale=SCALE, numerics=usual, engine="twin")
+    # scores that are cut move some P to the next value of e4m3; a factor is 1e-4 here
+    assert (found - wanted).norm() < 2.0**-7 * wanted.norm()
 
 
 def test_ds_that_does_not_fit_goes_to_the_wider_tensor_core():
