@@ -11,6 +11,7 @@ from attention_kernels import BASELINE_PROFILES, PROFILES
 from attention_kernels.block_recipes import BLOCK_RECIPES
 from attention_kernels.formats import FORMATS
 from attention_kernels.points import FIELDS, POINTS, UNROUNDED
+from attention_kernels.tensor_core_models import MODELS
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 README = (KERNELS / "README.md").read_text(encoding="utf-8")
@@ -139,6 +140,14 @@ def test_every_block_recipe_is_in_the_table_as_it_is():
         assert rule_name == recipe.rule + " or 3/2 of it" * recipe.four_over_six
         assert float(to or 0) == recipe.largest_scale
         assert source == recipe.source
+
+
+def test_every_tensor_core_is_in_the_table_as_it_is():
+    rows = {named(row[0])[0]: row[1:] for row in tables()["tensor core"]}
+    assert list(rows) == list(MODELS)
+    for name, model in MODELS.items():
+        numbers = model.products, model.fraction_bits, model.accumulator, model.zero_exponent
+        assert rows[name] == [", ".join(model.operands), *map(str, numbers), model.source]
 
 
 @pytest.mark.slow
