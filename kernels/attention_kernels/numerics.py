@@ -24,7 +24,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from attention_kernels.block_recipes import OPERAND_RECIPES
 from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named, input_format
@@ -35,6 +35,7 @@ from attention_kernels.points import (
     ForwardNumerics,
     check_formats,
 )
+from attention_kernels.tensor_core_models import MODELS, TensorCoreModel
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ __all__ = [
     "FlashNumerics",
     "Scaling",
     "Softmax",
+    "TensorCoreProduct",
     "Tiling",
 ]
 
@@ -56,7 +58,7 @@ KEY_ORDERS = ("forward", "reversed")
 MAX_RULES = ("bounded", "published")
 GRADIENT_SCALES = ("sums", "probabilities")
 SCALINGS = ("none", "per_tensor", "per_block")
-DOTS = ("ieee", "tf32", "tf32x3")
+DOTS = ("ieee", "tf32", "tf32x3", *MODELS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +152,8 @@ class Arithmetic:
     seed: int = 0
     """Of stochastic rounding and of the signs of incoherent processing."""
     dot: str = "ieee"
-    """Products of FP32 operands: as they are, as TF32, or as three TF32 products."""
+    """Products of FP32 operands: as they are, as TF32, or as three TF32 products, all summed in
+    FP32; or as one of `tensor_core_models.MODELS` multiplies and sums, which the twin alone can."""
     gradient_scale: str = "sums"
     """What is multiplied by scale in the backward: dQ and dK at the end, or P in each dS."""
     fp_fusion: bool = False
@@ -163,6 +166,14 @@ class Arithmetic:
         _check_choice(self, "dot", DOTS)
         _check_choice(self, "gradient_scale", GRADIENT_SCALES)
         _check_flag(self, "fp_fusion")
+
+
+class TensorCoreProduct(NamedTuple):
+    """A product that the twin computes as a tensor core does."""
+
+    model: TensorCoreModel
+    formats: tuple[str, str]
+    """Of the left and the right operand."""
 
 
 class _Numerics(abc.ABC):
@@ -281,7 +292,38 @@ class FlashNumerics(_Numerics):
                 f"FlashNumerics: dot must be 'ieee' where the work format is FP64, got {dot!r}; "
                 "name no format wider than FP32"
             )
+        if dot in MODELS:
+            numerics._check_tensor_core(MODELS[dot])
         return numerics
+
+    def _check_tensor_core(self, model: TensorCoreModel) -> None:
+        """Raise ValueError unless the model takes every operand of a product."""
+        for point in ("q", "probabilities", "ds"):
+            name = self.format_at(point)
+            taken = [each for each in (model, MODELS.get(model.wider)) if each]
+            # only dS may need the wider one: a product of the forward says what `dot` says
+            if not any(each.takes(name) for each in (taken if point == "ds" else taken[:1])):
+                formats = [f for each in taken for f in each.operands]
+                allowed = ", ".join(formats if point == "ds" else model.operands)
+                raise ValueError(
+                    f"FlashNumerics: {POINTS[point].field} must be a format that fits into "
+                    f"{allowed} with dot {model.name!r}, got {name!r}; name another format or "
+                    "another dot"
+                )
+
+    def product(self, left: str, right: str) -> "str | TensorCoreProduct":
+        """Return how operands that are rounded at these two points are multiplied.
+
+        It is what `dot` says, but for a product of dS that its tensor core does not take: that goes
+        to the wider one of the same architecture. Call it on resolved numerics.
+        """
+        model = MODELS.get(self.arithmetic.dot)
+        if model is None:
+            return self.arithmetic.dot
+        formats = self.format_at(left), self.format_at(right)
+        if not all(map(model.takes, formats)):
+            model = MODELS[model.wider]
+        return TensorCoreProduct(model, formats)
 
     def format_at(self, point: str) -> str:
         """Return the name of the format that the point of this name in `POINTS` rounds to.

@@ -12,6 +12,7 @@ from attention_kernels.block_recipes import BLOCK_RECIPES
 from attention_kernels.formats import FORMATS
 from attention_kernels.linear_recipes import LINEAR_RECIPES
 from attention_kernels.points import FIELDS, POINTS, UNROUNDED
+from attention_kernels.tensor_core_models import MODELS
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 README = (KERNELS / "README.md").read_text(encoding="utf-8")
@@ -162,6 +163,14 @@ def test_every_linear_recipe_is_in_the_table_as_it_is():
             recipe.source,
         ]
         assert (recipe.output, recipe.weight_gradient) == ("bf16", "fp32")
+
+
+def test_every_tensor_core_is_in_the_table_as_it_is():
+    rows = {named(row[0])[0]: row[1:] for row in tables()["tensor core"]}
+    assert list(rows) == list(MODELS)
+    for name, model in MODELS.items():
+        numbers = model.products, model.fraction_bits, model.accumulator, model.zero_exponent
+        assert rows[name] == [", ".join(model.operands), *map(str, numbers), model.source]
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from attention_kernels.operands import Operand
 from attention_kernels.points import POINTS, UNROUNDED
 from attention_kernels.rounding_key import Draws
 from attention_kernels.score_units import score_units
+from attention_kernels.tensor_core_models import MODELS
 
 __all__ = [
     "MAX_LEN",
@@ -131,6 +132,12 @@ def constants_of(
                 f"triton: {name} must be a power of two, got {block}; use another block or "
                 "engine='twin'"
             )
+    if numerics.arithmetic.dot in MODELS:
+        raise ValueError(
+            "triton: dot must be ieee, tf32 or tf32x3, got "
+            f"{numerics.arithmetic.dot!r}; kernels run on the tensor cores of the GPU at hand, and "
+            "a model of some runs with engine='twin'"
+        )
     left, right = narrower(mask.offsets(), q, k)
     units = score_units(numerics, mask, scale)
     points = []

@@ -7,7 +7,8 @@ so they depend neither on the order in which tiles are computed nor on how many 
 Everything else computes in the work format. That is why products are `torch.bmm` of FP32 or FP64
 tensors even where the operands are 16-bit or FP8 values: the product of two such values is exact in
 FP32, so only the order of additions is left to differ from a kernel, which sums in FP32 too. A
-product of BF16 tensors would leave the format of the sum to the library.
+product of BF16 tensors would leave the format of the sum to the library. Where `dot` names a tensor
+core, `attention_kernels.tensor_core` multiplies instead, bit by bit as the chip does.
 
 The cubic of `exp2_polynomial` is FlashAttention-4's: Cody-Waite range reduction and a degree-3
 polynomial on [0, 1), maximal relative error 8.8e-5. In P rounded to BF16 (3.9e-3) it disappears, in
@@ -26,13 +27,14 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics
+from attention_kernels.numerics import FlashNumerics, TensorCoreProduct
 from attention_kernels.operands import prepare
 from attention_kernels.points import POINTS
 from attention_kernels.random_bits import bits_after
 from attention_kernels.rounding import round_to
 from attention_kernels.rounding_key import Draws
 from attention_kernels.score_units import LOG2_E, ScoreUnits
+from attention_kernels.tensor_core import tensor_core_matmul
 
 __all__ = [
     "Flat",
@@ -147,12 +149,18 @@ def refuse_fusion(numerics: FlashNumerics) -> None:
         )
 
 
-def dot(left: Tensor, right: Tensor, mode: str) -> Tensor:
+def dot(
+    left: Tensor, right: Tensor, mode: str | TensorCoreProduct, start: Tensor | None = None
+) -> Tensor:
     """Return the batched product of two operands, summed in their dtype.
 
     `tf32` rounds both to TF32 as the hardware's conversion does, ties away from zero; `tf32x3` adds
-    the products with what that dropped, the smallest first.
+    the products with what that dropped, the smallest first. A tensor core sums as its model says,
+    and begins with `start`, its accumulator; the other modes take none.
     """
+    if isinstance(mode, TensorCoreProduct):
+        return _tensor_core(left, right, mode, start)
+    assert start is None
     if mode == "ieee":
         return torch.bmm(left, right)
     left_big, right_big = _tf32(left), _tf32(right)
@@ -161,6 +169,16 @@ def dot(left: Tensor, right: Tensor, mode: str) -> Tensor:
     left_small, right_small = _tf32(left - left_big), _tf32(right - right_big)
     small = torch.bmm(left_big, right_small) + torch.bmm(left_small, right_big)
     return small + torch.bmm(left_big, right_big)
+
+
+def _tensor_core(
+    left: Tensor, right: Tensor, product: TensorCoreProduct, start: Tensor | None
+) -> Tensor:
+    model, formats = product
+    if "tf32" in model.operands:
+        # a tensor core cuts what it is given to TF32; kernels convert before, as here
+        left, right, formats = _tf32(left), _tf32(right), ("tf32", "tf32")
+    return tensor_core_matmul(left, right, model, c=start, formats=formats)
 
 
 def _tf32(x: Tensor) -> Tensor:
@@ -226,7 +244,7 @@ def masked_scores(
     """
     mask, numerics = sequence.mask, rounded.numerics
     q_NID, k_NJD = q.values[:, rows.start : rows.stop], k.values[:, keys.start : keys.stop]
-    scores_NIJ = dot(q_NID, k_NJD.mT, numerics.arithmetic.dot)
+    scores_NIJ = dot(q_NID, k_NJD.mT, numerics.product("q", "k"))
     q_factor, k_factor = q.factor(rows), k.factor(keys)
     if q_factor is not None and k_factor is not None:
         scores_NIJ.mul_(q_factor * k_factor)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics
+from attention_kernels.numerics import FlashNumerics, TensorCoreProduct
 from attention_kernels.operands import rotate_back
 from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.score_units import LOG2_E, ScoreUnits, score_units
@@ -52,6 +52,13 @@ from attention_kernels.twin.arithmetic import (
 )
 
 __all__ = ["backward"]
+
+_OPERANDS = {
+    "dv_product": ("backward_probabilities", "dout"),
+    "dk_product": ("ds", "q"),
+    "dq_product": ("ds", "k"),
+}
+"""The points at which both operands of a product are rounded."""
 
 
 class _Rows(NamedTuple):
@@ -222,7 +229,7 @@ def _add_tile(
     scores_NIJ, slope_NIJ = masked_scores(rows.q, keys.k, row, key, sequence, units, rounded)
     p_NIJ = _weights(scores_NIJ, rows.lse[at_q], row, key, units, rounded)
     dout_factor, v_factor = rows.dout.factor(row), keys.v.factor(key)
-    dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.arithmetic.dot)
+    dp_NIJ = dot(rows.dout.values[at_q], keys.v.values[at_k].mT, numerics.product("dout", "v"))
     if dout_factor is not None and v_factor is not None:
         dp_NIJ = dp_NIJ.mul_(dout_factor * v_factor)
     dp_NIJ = rounded(dp_NIJ, "dp", row, key)
@@ -311,10 +318,14 @@ def _add_product(
 ) -> None:
     """Add `factor` times the batched product to `total`, in place, in one call where that does."""
     numerics = rounded.numerics
-    mode = numerics.arithmetic.dot
-    if factor is None and mode == "ieee" and numerics.targets[point] is None:
-        total.baddbmm_(left, right)
-        return
+    mode = numerics.product(*_OPERANDS[point])
+    if factor is None and numerics.targets[point] is None:
+        if mode == "ieee":
+            total.baddbmm_(left, right)
+            return
+        if isinstance(mode, TensorCoreProduct):
+            total.copy_(dot(left, right, mode, total))
+            return
     product = dot(left, right, mode)
     product = product if factor is None else product.mul_(factor)
     total.add_(rounded(product, point, *at))

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.masks import Mask, Sequence
-from attention_kernels.numerics import FlashNumerics, Softmax
+from attention_kernels.numerics import FlashNumerics, Softmax, TensorCoreProduct
 from attention_kernels.rounding_key import Draws, draws_of
 from attention_kernels.score_units import LOG2_E, ScoreUnits, score_units
 from attention_kernels.twin.arithmetic import (
@@ -73,6 +73,8 @@ class _State:
     acc: Tensor
     max: Tensor
     sum: Tensor
+    unit: Tensor | None
+    """What acc is multiplied by at the end, `(N, 1, 1)`; None for 1."""
 
 
 def forward(
@@ -142,7 +144,7 @@ def _attend_rows(
     states = []
     for blocks in _key_blocks(rows, sequence, rounded.numerics):
         # the sink counts once, in the first split
-        state = _start(q, v, rows, None if states else sinks_N11)
+        state = _start(q, v, rows, None if states else sinks_N11, rounded.numerics)
         for keys in blocks:
             scores_NIJ, _ = masked_scores(q, k, rows, keys, sequence, units, rounded)
             _update(state, scores_NIJ, v, rows, keys, sequence, units, rounded)
@@ -170,14 +172,36 @@ def _key_blocks(rows: range, sequence: Sequence, numerics: FlashNumerics) -> Ite
         yield blocks[::-1] if tiling.key_order == "reversed" else blocks
 
 
-def _start(q: Flat, v: Flat, rows: range, sinks_N11: Tensor | None) -> _State:
+def _start(
+    q: Flat, v: Flat, rows: range, sinks_N11: Tensor | None, numerics: FlashNumerics
+) -> _State:
     """Return the state before the first key; a sink is a key that has been seen, with value 0."""
     count, head_dim = q.values.shape[0], v.values.shape[2]
     max_NI1 = q.values.new_full((count, len(rows), 1), -torch.inf)
     acc_NID = q.values.new_zeros((count, len(rows), head_dim))
+    unit_N11 = _unit(v, numerics)
     if sinks_N11 is None:
-        return _State(acc_NID, max_NI1, torch.zeros_like(max_NI1))
-    return _State(acc_NID, max_NI1.copy_(sinks_N11), torch.ones_like(max_NI1))
+        return _State(acc_NID, max_NI1, torch.zeros_like(max_NI1), unit_N11)
+    return _State(acc_NID, max_NI1.copy_(sinks_N11), torch.ones_like(max_NI1), unit_N11)
+
+
+def _unit(v: Flat, numerics: FlashNumerics) -> Tensor | None:
+    """Return the factor of v and P if it waits until the end, else None.
+
+    A tensor core adds products to its accumulator as they are. So where one factor serves all keys
+    of a head, its kernel multiplies by it once, as FlashAttention-3 does; a rounding of acc, or
+    of P v, would then round other values, and keeps it in each block.
+    """
+    rounds = ("rescaled_accumulator", "block_output", "accumulator")
+    if (
+        numerics.scaling.scaling != "per_tensor"
+        or numerics.tiling.loop_order == "key_outer"
+        or not isinstance(numerics.product("probabilities", "v"), TensorCoreProduct)
+        or any(numerics.targets[point] is not None for point in rounds)
+    ):
+        return None
+    factor = v.factor(range(1))
+    return None if factor is None else factor / numerics.probability_scale()
 
 
 def _update(
@@ -219,7 +243,8 @@ def _update(
     acc_NID = state.acc.mul_(old_sum if key_outer else alpha)
     acc_NID = rounded(acc_NID, "rescaled_accumulator", rows, dims, step)
     kept_scale = sequence.mask.kept_scale() if key_outer else 1.0
-    acc_NID = _add_values(acc_NID, p_NIJ, v, rows, keys, kept_scale, rounded)
+    v_factor = v.factor(keys) if state.unit is None else None
+    acc_NID = _add_values(acc_NID, p_NIJ, v, v_factor, rows, keys, kept_scale, rounded)
     acc_NID = rounded(acc_NID, "accumulator", rows, dims, step)
     if key_outer:
         acc_NID = acc_NID.div_(_or_one(new_sum))
@@ -231,19 +256,25 @@ def _add_values(
     acc_NID: Tensor,
     p_NIJ: Tensor,
     v: Flat,
+    v_factor: Tensor | None,
     rows: range,
     keys: range,
     kept_scale: float,
     rounded: Rounder,
 ) -> Tensor:
     """Return the accumulator with P v of one block, in place; P comes times its own scale."""
-    v_NJD, v_factor = v.values[:, keys.start : keys.stop], v.factor(keys)
+    v_NJD = v.values[:, keys.start : keys.stop]
     numerics, dims = rounded.numerics, range(v.values.shape[2])
-    # Added inside the product or after it: only the order of additions differs.
+    product = numerics.product("probabilities", "v")
     alone = numerics.targets["block_output"] is not None
-    if not alone and v_factor is None and numerics.arithmetic.dot == "ieee" and kept_scale == 1.0:
-        return acc_NID.baddbmm_(p_NIJ, v_NJD)
-    pv_NID = dot(p_NIJ, v_NJD, numerics.arithmetic.dot)
+    if not alone and v_factor is None and kept_scale == 1.0:
+        # Added inside the product or after it: only the order of additions differs.
+        if product == "ieee":
+            return acc_NID.baddbmm_(p_NIJ, v_NJD)
+        # A tensor core adds to its accumulator, and cuts that as it cuts products.
+        if isinstance(product, TensorCoreProduct):
+            return dot(p_NIJ, v_NJD, product, acc_NID)
+    pv_NID = dot(p_NIJ, v_NJD, product)
     if v_factor is not None:
         pv_NID = pv_NID.mul_(v_factor / numerics.probability_scale())
     pv_NID = pv_NID if kept_scale == 1.0 else pv_NID.mul_(kept_scale)
@@ -259,7 +290,7 @@ def _finish(
     lse_NI1 = rounded(_natural(state.max, units) + log_NI1, "lse", rows, range(1))
     if rounded.numerics.tiling.loop_order == "key_outer":
         return state.acc, lse_NI1
-    out_NID = state.acc.div_(_or_one(state.sum))
+    out_NID = _restored(state).div_(_or_one(state.sum))
     out_NID = out_NID if kept_scale == 1.0 else out_NID.mul_(kept_scale)
     return rounded(out_NID, "output", rows, dims), lse_NI1
 
@@ -272,7 +303,7 @@ def _merge(
     dims, one = range(states[0].acc.shape[-1]), range(1)
     outs, lses = [], []
     for index, state in enumerate(states):
-        out_NID = state.acc.div_(_or_one(state.sum))
+        out_NID = _restored(state).div_(_or_one(state.sum))
         outs.append(rounded(out_NID, "split_output", rows, dims, index))
         log_NI1 = rounded(state.sum.log(), "log_sum", rows, one, index)
         lse_NI1 = _natural(state.max, units) + log_NI1
@@ -297,6 +328,11 @@ def _merge(
 
 def _natural(score: Tensor, units: ScoreUnits) -> Tensor:
     return score if units.natural == 1.0 else score * units.natural
+
+
+def _restored(state: _State) -> Tensor:
+    """Return acc times the factor that has waited, in place."""
+    return state.acc if state.unit is None else state.acc.mul_(state.unit)
 
 
 def _or_one(x: Tensor) -> Tensor:
