@@ -136,8 +136,7 @@ class Precision:
     def needs_scaler(self) -> bool:
         """Whether a loss scaler has to keep gradients from the end of some format's range.
 
-        A recipe has none: its scales bring gradients into range, or its formats are as wide as
-        BF16.
+        A recipe needs none: its scales bring gradients into range.
         """
         values = (self.default, *(value for _, value in self.modules))
         formats = (emulated_format(value) for value in values if value not in OF_MODULES)
