@@ -181,7 +181,6 @@ def _add_block(
     else:
         total = cut(terms).sum(dim=0)
     total = total.add_(cut(c.double() * per_unit)).mul_(unit)
-    total += 0.0  # a sum of zero has no sign, whatever the signs of its terms
     rounded = round_to(total, model.accumulator, "toward_zero")
     # Rounding toward zero ends at the largest value; the exponent of a tensor core's sum overflows.
     overflows = total.abs() >= 2.0**128

@@ -3,12 +3,10 @@
     PYTHONPATH=kernels python kernels/benchmarks/tensor_core_probe.py [--json PATH]
 
 Matrix products that a tensor core computes, by Triton's `tl.dot` and by `torch._scaled_mm`, are
-read in two ways. Revealing inputs measure what a model is made of: two large products cancel, and
-whether a small one beside them is left tells how many bits alignment keeps, which way it cuts, and
-how many products are added at once. Then random operands are multiplied, and the share of results
-with the bits of `attention_kernels.tensor_core` is counted; other models, and the exact sum rounded
-once, are beside it, so that a share of 1 says something. The instruction that ran is read from the
-compiled kernel. Exit code 1 if a measured figure or a bit differs from the model.
+read in two ways. Sums whose result tells (`revealing_sums`) measure what a model is made of. Then
+random operands are multiplied, and the share of results with the bits of the model is counted;
+other models, and the exact sum rounded once, are beside it, so that a share of 1 says something.
+The instruction that ran is read from the compiled kernel. Exit code 1 if a figure or bit differs.
 
 torch, Triton and `attention_kernels` are all that it needs, and a few seconds.
 """
@@ -18,7 +16,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +45,7 @@ DTYPES = {
 INSTRUCTION = re.compile(r"(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 BLOCK_K = 128
 ROWS, LENGTH = 2048, 512
-"""Rows and columns of a product of random operands, and K: 2.1 billion products. Tiles are then
-more than a chip has multiprocessors, so that no library has a reason to divide K."""
+"""Rows, columns and K of random products: so many tiles that no library divides K among them."""
 
 
 @triton.jit
@@ -90,11 +87,11 @@ class Case:
     """The format that the tensor core reads: `operands`, or a wider one that it converts to."""
     run: Product
     promote_every: int | None = None
-    seen: dict[str, str]
+    seen: dict[str, str] = field(default_factory=dict)
     """The instruction that ran, under "instruction", once it did."""
 
     def predict(self, a: Tensor, b: Tensor, model: TensorCoreModel) -> Tensor:
-        """Return what `model` says of the product, in this case's place."""
+        """Return what `model` says of the product."""
         formats = (self.held_in, self.held_in)
         every = self.promote_every
         return tensor_core_matmul(a, b, model, promote_every=every, formats=formats)
@@ -108,34 +105,46 @@ def cases(capability: tuple[int, int]) -> Iterator[Case]:
             "tensor_core_probe: compute capability must be one that has models, "
             f"{', '.join(map(str, ARCHITECTURES))}, got {capability}"
         )
-    groups = capability == (9, 0)
+    hopper = capability == (9, 0)
     for operands in ("bf16", "fp16", "tf32", "e4m3", "e5m2"):
-        name = f"{architecture}_{'fp8' if operands in ('e4m3', 'e5m2') else operands}"
+        fp8 = operands in ("e4m3", "e5m2")
+        name = f"{architecture}_{'fp8' if fp8 else operands}"
         if name not in MODELS:
             continue
         yield _case(f"tl.dot {operands}", operands, name)
-        if groups and operands in ("bf16", "fp16"):
-            yield _case(f"tl.dot {operands}, 16 rows", operands, name, rows=16)
-        if groups and operands in ("e4m3", "e5m2"):
-            # Hopper has no warp-level FP8: Triton converts the operands to FP16
-            few = _case(f"tl.dot {operands}, 16 rows", operands, "hopper_fp16", rows=16)
-            yield replace(few, held_in="fp16")
+        if hopper and operands != "tf32":
+            few = _case(f"tl.dot {operands}, 16 rows", operands, "hopper_fp16" if fp8 else name, 16)
+            yield replace(few, held_in="fp16", run=_in_order(few.run)) if fp8 else few
+        if hopper and fp8:
             yield _case(f"tl.dot {operands}, promoted", operands, name, promote=BLOCK_K)
     if f"{architecture}_fp8" in MODELS:
         for fast in (True, False):
-            promote = None if fast or not groups else BLOCK_K
             yield Case(
                 name=f"_scaled_mm e4m3, use_fast_accum={fast}",
                 operands="e4m3",
                 model=MODELS[f"{architecture}_fp8"],
                 held_in="e4m3",
                 run=_scaled_mm(fast),
-                promote_every=promote,
-                seen={},
+                promote_every=BLOCK_K if hopper and not fast else None,
             )
 
 
-def _case(name: str, operands: str, model: str, *, rows: int = 64, promote: int = 0) -> Case:
+def _in_order(run: Product) -> Product:
+    """Return `run` with K sorted so that the tensor core takes it in order.
+
+    Hopper has no warp-level FP8 product. Triton converts operands to FP16 where they lie: of each
+    32, the first instruction takes those at 0 and 1 of every 4, and the second the others.
+    """
+
+    def ordered(a: Tensor, b: Tensor) -> Tensor:
+        taken = torch.arange(a.shape[1], device=a.device).view(-1, 8, 2, 2).transpose(1, 2)
+        place = taken.flatten().argsort()
+        return run(a[:, place], b[place])
+
+    return ordered
+
+
+def _case(name: str, operands: str, model: str, rows: int = 64, *, promote: int = 0) -> Case:
     seen: dict[str, str] = {}
 
     def run(a: Tensor, b: Tensor) -> Tensor:
@@ -143,13 +152,9 @@ def _case(name: str, operands: str, model: str, *, rows: int = 64, promote: int 
         a_MK, b_NK = a.to(dtype).contiguous(), b.T.to(dtype).contiguous()
         (M, K), N = a_MK.shape, b_NK.shape[0]
         d_MN = a.new_empty((M, N))
-        sizes = {
-            "BLOCK_M": rows,
-            "BLOCK_N": 64,
-            "BLOCK_K": BLOCK_K // (2 if dtype.itemsize == 4 else 1),
-        }
-        grid = (M // rows, N // 64)
-        compiled = product_kernel[grid](a_MK, b_NK, d_MN, K, N, PROMOTE=promote, **sizes)
+        block_k = BLOCK_K // 2 if operands == "tf32" else BLOCK_K
+        tiles = product_kernel[M // rows, N // 64]
+        compiled = tiles(a_MK, b_NK, d_MN, K, N, rows, 64, block_k, promote)
         found = INSTRUCTION.findall(compiled.asm["ptx"])
         seen["instruction"] = ", ".join(dict.fromkeys(found))
         return d_MN
@@ -216,8 +221,7 @@ def shares(
         part = slice(0, 64)
         for name, other in others(case.model).items():
             row[name] = _share(found[part], case.predict(a[part], b, other))
-        exact = (a[part].double() @ b.double()).float()
-        row["exact sum"] = _share(found[part], exact)
+        row["exact sum"] = _share(found[part], (a[part].double() @ b.double()).float())
         lines.append(row)
     return lines
 

@@ -178,6 +178,20 @@ def test_the_accumulator_absorbs_what_lies_14_bits_below():
     assert tensor_core_matmul(a, b, "blackwell_fp8").item() == 256 + 4095 / 64
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_of_the_largest_products_does_not_overflow(name):
+    """Terms just below 4 units of the largest exponent, and an accumulator just below 2."""
+    model = MODELS[name]
+    of = format_named(model.operands[0])
+    most = 2 - 2.0**-of.mantissa_bits
+    count = model.products
+    a, b = torch.full((1, count), most), torch.full((count, 1), most)
+    for sign in (1, -1):
+        c = torch.tensor([[sign * (2 - 2.0**-23)]])
+        wanted = defined([sign * most] * count, [most] * count, c.item(), model, [of.name] * 2)
+        assert Fraction(tensor_core_matmul(sign * a, b, name, c=c).item()) == wanted
+
+
 def test_promotion_adds_sums_of_128_in_fp32():
     draws = torch.Generator().manual_seed(5)
     a = round_to(torch.randn(3, 300, generator=draws), "e4m3")
@@ -198,6 +212,8 @@ def test_the_exponent_of_a_subnormal_is_that_of_its_format():
     # counts as 2**2, and 2**-12 is below the unit of 2**-11.
     assert tensor_core_matmul(a, b, "hopper_fp8", formats=("e5m2", "e5m2")).item() == 2.0**-12
     assert tensor_core_matmul(a, b, "hopper_fp8", formats=("e4m3", "e5m2")).item() == 0.0
+    assert tensor_core_matmul(b.T, a.T, "hopper_fp8", formats=("e5m2", "e4m3")).item() == 0.0
+    assert tensor_core_matmul(b.T, a.T, "hopper_fp8", formats=("e4m3", "e5m2")).item() == 2.0**-12
 
 
 @pytest.mark.parametrize("name", ["volta_fp16", "ampere_bf16", "hopper_bf16"])
@@ -226,10 +242,11 @@ def test_sums_beyond_fp32_are_infinite_and_nan_stays():
         assert tensor_core_matmul(one.T * torch.nan, one, name).isnan().all()
 
 
-def test_a_sum_of_zero_has_no_sign():
-    found = tensor_core_matmul(
-        torch.tensor([[-0.0, 1.0]]), torch.tensor([[1.0], [-0.0]]), "ada_fp8"
-    )
+@pytest.mark.parametrize("model", ["ada_fp8", "blackwell_fp8"])
+@pytest.mark.parametrize("cut_to", ["toward_zero", "down"])
+def test_a_sum_of_zero_has_no_sign(model, cut_to):
+    model, zeros = replace(MODELS[model], cut=cut_to), torch.full((1, 40), -0.0)
+    found = tensor_core_matmul(zeros, torch.ones(40, 1), model, c=torch.tensor([[-0.0]]))
     assert str(found.item()) == "0.0"
 
 
@@ -250,7 +267,7 @@ def test_empty_products_leave_the_accumulator():
             r"c must be \(2, 2\), got \(1, 2\)",
         ),
         (
-            lambda x: tensor_core_matmul(x, x + 2.0**-9, "hopper_bf16"),
+            lambda x: tensor_core_matmul(x, x + x.triu(1) * 2.0**-9, "hopper_bf16"),
             "b must hold values of bf16, got 1.001953125; round it first",
         ),
         (

@@ -115,6 +115,21 @@ def test_each_architecture_is_held_against_its_own_models(probe, capability):
     assert all(each.model.takes(each.held_in) for each in found)
 
 
+def test_operands_that_are_converted_where_they_lie_are_given_in_another_order(probe):
+    """On an H100 the warp-level FP8 kernel had the bits of this order, and of no other."""
+    taken = [32 * i + 4 * j + 2 * half + k for i in range(4) for half in (0, 1) for j in range(8)
+             for k in (0, 1)]  # fmt: skip
+    assert taken[:5] == [0, 1, 4, 5, 8]
+    assert taken[16:19] == [2, 3, 6]
+    model = MODELS["hopper_fp16"]
+
+    def converted(a, b):
+        return tensor_core_matmul(a[:, taken], b[taken], model)
+
+    assert probe.measured(converted, "cpu") != probe.expected(model)
+    assert probe.measured(probe._in_order(converted), "cpu") == probe.expected(model)
+
+
 def test_a_chip_without_a_model_is_refused(probe):
     with pytest.raises(SystemExit, match=r"must be one that has models, .*, got \(7, 0\)"):
         list(probe.cases((7, 0)))

@@ -162,15 +162,18 @@ def test_one_factor_for_a_head_waits_and_those_of_blocks_part_the_sum(scaling):
     ],
     ids=["key_outer", "accumulator", "block_output", "splits"],
 )
-def test_a_factor_is_applied_once_whether_it_waits_or_not(changes):
-    q, k, v, _ = draw("hopper_fp8", length=64, seed=5)
-    v = 0.01 * v
+def test_a_factor_is_applied_once_and_waits_only_where_nothing_else_is_rounded(changes):
+    q, k, v, _ = draw("hopper_fp8", length=512, seed=5)
+    q, v = q[:, :, :32], 0.01 * v.abs()
     numerics = numerics_of("hopper_fp8", scaling="per_tensor", **changes)
-    found = flash_attention(q, k, v, scale=SCALE, numerics=numerics, engine="twin")
-    usual = numerics.with_(dot="ieee")
-    wanted = flash_attention(q, k, v, scale=SCALE, numerics=usual, engine="twin")
-    # scores that are cut move some P to the next value of e4m3; a factor is 1e-4 here
-    assert (found - wanted).norm() < 2.0**-7 * wanted.norm()
+    found, wanted = (
+        flash_attention(q, k, v, scale=SCALE, numerics=numerics.with_(dot=dot), engine="twin")
+        for dot in ("hopper_fp8", "ieee")
+    )
+    # of a positive v the accumulator's 13 bits lose more the longer products go through it
+    lost = 1 - found.sum() / wanted.sum()
+    waits = "splits" in changes
+    assert (0.001 < lost < 0.01) if waits else (abs(lost) < 0.0003)
 
 
 def test_ds_that_does_not_fit_goes_to_the_wider_tensor_core():
