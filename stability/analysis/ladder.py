@@ -191,7 +191,7 @@ def _row(study: RecordedStudy, arm: RecordedArm, early: int, last: int, scale: E
         state=state,
         message=message,
         final_loss=_final_loss(arm, study.steps),
-        held_out_loss=held_out_losses(arm, judged_step(study, arm)),
+        held_out_loss=_held_out_loss(study, arm),
         rel_l2=rel_l2,
         w1=_drift(arm, "w1", early, last),
         ratio=rel_l2.over(scale),
@@ -207,6 +207,13 @@ def _state(arm: RecordedArm) -> tuple[RunState, str]:
     said = f": {worst.message}" if worst.message else ""
     done = f" ({finished} of {len(arm.runs)} seeds finished)" if finished else ""
     return worst.state, f"seed {worst.seed} {worst.state}{said}{done}"
+
+
+def _held_out_loss(study: RecordedStudy, arm: RecordedArm) -> SeedValues:
+    """Return each seed's loss on held-out text; as `_final_loss`, none of an arm that ends early."""
+    if arm.until < study.steps:
+        return SeedValues()
+    return held_out_losses(arm, judged_step(study, arm))
 
 
 def _final_loss(arm: RecordedArm, steps: int) -> SeedValues:

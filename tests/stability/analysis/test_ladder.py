@@ -12,6 +12,8 @@ from stability.config.arms import INIT_SEED
 from stability.config.axes import axes_of
 from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
+from stability.records.metric_log import MetricLog
+from stability.records.metric_names import EVAL_LOSS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
@@ -258,3 +260,18 @@ def test_study_of_one_step_reads_that_step_twice(synthetic, tmp_path):
     synthetic.write_study_json(tmp_path, base={**base, "train": {**base["train"], "steps": 1}})
     ladder = ladder_of(read_study(tmp_path))
     assert (ladder.early_step, ladder.last_step) == (1, 1)
+
+
+def test_an_arm_that_ends_early_has_no_final_and_no_held_out_loss(synthetic, study):
+    for arm in ("baseline", "flash_fa2"):
+        for seed in synthetic.SEEDS:
+            log = MetricLog(RunPaths.for_run(study, arm, seed).metrics)
+            for step in (100, 200):
+                log.append(step, {EVAL_LOSS: 1.0})
+            log.close()
+    read = read_study(study)
+    assert ladder_of(read).row("flash_fa2").held_out_loss.per_seed == {0: 1.0, 1: 1.0}
+    early = [replace(arm, until=100) if arm.name == "flash_fa2" else arm for arm in read.arms]
+    row = ladder_of(replace(read, arms=tuple(early))).row("flash_fa2")
+    assert not row.final_loss.per_seed
+    assert not row.held_out_loss.per_seed, "it is that of fewer updates"
