@@ -210,7 +210,7 @@ def _state(arm: RecordedArm) -> tuple[RunState, str]:
 
 
 def _held_out_loss(study: RecordedStudy, arm: RecordedArm) -> SeedValues:
-    """Return each seed's loss on held-out text; as `_final_loss`, none of an arm that ends early."""
+    """Return each seed's loss on held-out text; as there, none of an arm that ends early."""
     if arm.until < study.steps:
         return SeedValues()
     return held_out_losses(arm, judged_step(study, arm))
