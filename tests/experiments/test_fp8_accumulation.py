@@ -5,7 +5,6 @@ import pytest
 from experiments.kit.rows import by_seed
 from stability.report.paper.style import paper_style
 
-
 pytestmark = pytest.mark.slow  # all of it reads one run of 10 to 30 s
 
 
