@@ -201,6 +201,30 @@ def test_compiled_what_lies_past_a_tensor_is_not_read(causal):
         assert torch.equal(beside[name][0][:1], alone[name][0]), name
 
 
+def test_the_heads_of_a_group_are_added_in_their_order():
+    """In FP32 (2**24 + 1) - 2**24 is 0, and from the last head on it would be 1."""
+    q, k, v, _ = draw(Shape(1, 3, 1, 2, 5, 16), torch.bfloat16, "cpu")
+    call = {"mask": Mask(), "scale": 0.5, "numerics": PROFILES["fa2"].resolve(q.dtype)}
+    parts = torch.tensor([2.0**24, 1.0, -(2.0**24)])[None, :, None, None].expand(1, 3, 5, 16)
+    for order, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
+        given = parts[:, order].contiguous()
+        like = torch.empty(1, 1, 5, 16)
+        for of_dk, scale in ((True, 0.5), (False, 1.0)):
+            total = fast_launch._Call(q, k, v, **call).add_group(given, like, of_dk=of_dk)
+            assert torch.equal(total, torch.full_like(like, expected * scale))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_packed_sequences_are_read_by_pointers(packed, monkeypatch):
+    """A block of a descriptor would read on in the next sequence."""
+    monkeypatch.setattr(fast_launch, "architecture", lambda device: 90)
+    q, k, v, _ = draw(Shape(1, 2, 2, 64, 64, 64), torch.bfloat16, "cpu")
+    starts = torch.tensor([0, 30, 64], dtype=torch.int32) if packed else None
+    mask = Mask(cu_seqlens_q=starts, cu_seqlens_k=starts)
+    call = fast_launch._Call(q, k, v, mask, 0.1, PROFILES["fa2"].resolve(q.dtype))
+    assert call.read((k, v), 64)[1] is not packed
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("arch", sorted(TILES))
