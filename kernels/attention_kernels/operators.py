@@ -333,15 +333,17 @@ class _FlashAttention(torch.autograd.Function):
 def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `flash_forward` does, differentiable, by the shorter way where there is one."""
     inputs = (q, k, v, *call.for_operator())
+    tensors = [x for x in inputs[: 3 + TENSORS] if x is not None]
     # compilers, transforms of torch.func, modes and subclasses of tensors know operators alone
     if (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack()
-        or any(type(x) not in _PLAIN for x in inputs[: 3 + TENSORS] if x is not None)
+        or any(type(x) not in _PLAIN for x in tensors)
     ):
         return flash_forward(*inputs)
-    return _FlashAttention.apply(*inputs) if torch.is_grad_enabled() else _attend(*inputs)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return _FlashAttention.apply(*inputs) if trained else _attend(*inputs)
 
 
 def _engine(name: str) -> tuple[Any, Any]:

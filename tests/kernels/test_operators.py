@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention_kernels import (
     BASELINE_PROFILES,
@@ -334,3 +335,50 @@ def test_a_second_derivative_is_refused(attention):
 def test_the_golden_has_second_derivatives():
     leaves = [x.requires_grad_() for x in draw(Shape(1, 1, 1, 3, 4, 16), torch.float64)[:3]]
     assert torch.autograd.gradgradcheck(golden_attention, leaves)
+
+
+@pytest.mark.parametrize("alone", ["q", "k", "v", "attn_mask", "sinks"])
+def test_a_tensor_that_alone_is_trained_gets_its_gradient(alone):
+    """Without autograd's function an eager call would give an output that leads back to nothing."""
+    q, k, v = make_qkv(SHAPE, torch.float32, torch.Generator().manual_seed(0))
+    given = {"q": q, "k": k, "v": v, "attn_mask": BIAS.clone(), "sinks": torch.zeros(4)}
+    for x in given.values():
+        x.requires_grad_(False)
+    given[alone].requires_grad_()
+    tensors = {name: given.pop(name) for name in ("q", "k", "v")}
+    trained = (tensors | given)[alone]
+    out = flash_attention(*tensors.values(), engine="twin", **given)
+    exact = golden_attention(*tensors.values(), **given)
+    for each in (out, exact):
+        assert each.requires_grad
+    found, expected = (torch.autograd.grad(x.square().sum(), trained)[0] for x in (out, exact))
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        assert not flash_attention(*tensors.values(), engine="twin", **given).requires_grad
+
+
+def test_a_mode_and_a_subclass_see_the_operator():
+    """They take operators apart; an eager call beside them goes a shorter way, to the same bits."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Named(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    q, k, v = make_qkv(SHAPE, torch.float32, torch.Generator().manual_seed(0))
+    plain = flash_attention(q, k, v, engine="twin")
+    names = []
+    with Seen():
+        seen = flash_attention(q, k, v, engine="twin")
+    assert any("attention_kernels.flash_forward" in name for name in names)
+    assert torch.equal(seen, plain)
+    names.clear()
+    named = flash_attention(q.as_subclass(Named), k, v, engine="twin")
+    assert any("attention_kernels" in name and "flash_forward" in name for name in names)
+    assert torch.equal(named.as_subclass(torch.Tensor), plain)
