@@ -6,17 +6,26 @@ not run says why in the column `refused`. What each device measures, and what it
 """
 
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from measure import Times, flops, take_turns
+from measure import Times, flops, take_turns, timed
 from registry import DIAL_SHAPES, DIALS, MASKS, Inputs, draw, masked
 
 from attention_kernels import PROFILES, attention, flash_attention
+from attention_kernels.masks import Mask
 from attention_kernels.peers.registry import PeerStatus
 from attention_kernels.testing import Shape
 
-__all__ = ["Requirement", "Row", "compare_dials", "compare_masks", "compare_peers"]
+__all__ = [
+    "Requirement",
+    "Row",
+    "compare_dials",
+    "compare_kernels",
+    "compare_masks",
+    "compare_peers",
+]
 
 QUADRATIC = ("sdpa:math", "baseline:plain")
 """These hold the whole score matrix, and are left out where it is larger than `MAX_SCORES`."""
@@ -70,14 +79,34 @@ def compare_peers(
         else:
             calls[name] = (call, inputs)
     times = take_turns(calls, rounds=rounds, forward_only=forward_only)
-    return _speed_rows(shape, causal, times, refused), times
+    return _speed_rows("peers", shape, causal, times, refused), times
+
+
+def compare_kernels(
+    device: str, shape: Shape, *, causal: bool, others: list[PeerStatus], rounds: int
+) -> list[Row]:
+    """Time the launches of `fa2` alone, without operator and autograd, beside calls of peers."""
+    from attention_kernels.triton import launch  # of an optional dependency
+
+    inputs = draw(shape, device, {"causal": causal})
+    calls = {p.name: (partial(attention, implementation=p.name), inputs) for p in others}
+    times = take_turns(calls, rounds=rounds) if calls else {}
+    q, k, v, dout = (x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    numerics = PROFILES["fa2"].resolve(q.dtype)
+    call = {"mask": Mask(causal=causal), "scale": q.shape[3] ** -0.5, "numerics": numerics}
+    forward = partial(launch.forward, q, k, v, **call)
+    out, lse = forward()
+    backward = partial(launch.backward, dout, q, k, v, out, lse, **call)
+    turns = [[timed(x, q.is_cuda)[0] for x in (forward, backward)] for _ in range(rounds + 1)]
+    times["fa2 launches"] = Times(*(median(each) for each in zip(*turns[1:], strict=True)))
+    return _speed_rows("kernels", shape, causal, times, {})
 
 
 def _speed_rows(
-    shape: Shape, causal: bool, times: dict[str, Times], refused: dict[str, str]
+    section: str, shape: Shape, causal: bool, times: dict[str, Times], refused: dict[str, str]
 ) -> list[Row]:
     count = flops(shape, causal=causal)
-    about = {"section": "peers", "case": str(shape), "causal": causal}
+    about = {"section": section, "case": str(shape), "causal": causal}
     rows = []
     for name, (forward, backward) in times.items():
         row = about | {"name": name, "forward_s": forward, "backward_s": backward}

@@ -2,18 +2,22 @@
 
 Required: the twin, `fa2`, forward plus backward, takes at most 1.0x the time of
 `baseline_attention` at length 512 and 0.6x at 4096; the twin's memory is linear in length; golden
-takes at most 5 minutes at (4, 8, 8192, 128).
+takes at most 5 minutes at (4, 8, 8192, 128); a call of
+(1, 2, 128, 16) takes at most 1.3x the twin alone.
 """
 
 from functools import partial
+from statistics import median
 
 import torch
 from compare import Requirement, Row, compare_dials, compare_masks, compare_peers
 from measure import golden_peak, seconds, take_turns, twin_growth
 from registry import CPU_SHAPES, LONG_SHAPE, SHORT_SHAPE, draw, square
 
-from attention_kernels import flash_attention, golden_attention
+from attention_kernels import PROFILES, flash_attention, golden_attention
+from attention_kernels.masks import Mask
 from attention_kernels.peers.registry import PeerStatus
+from attention_kernels.twin.forward import forward
 
 __all__ = ["OWN", "run_golden", "sections"]
 
@@ -25,6 +29,7 @@ MAX_GROWTH = 2.5
 MAX_GOLDEN_BYTES = 2e9
 MAX_GOLDEN_SECONDS = 300.0
 MIN_INTERPRETER_OVER_TWIN = 20.0
+MAX_CALL_OVER_TWIN = 1.3
 
 Result = tuple[list[Row], list[Requirement]]
 
@@ -37,6 +42,7 @@ def sections(others: list[PeerStatus]) -> dict[str, object]:
         "masks": lambda: (compare_masks("cpu", rounds=3), []),
         "memory": _memory,
         "interpreter": _interpreter,
+        "small call": _small_call,
     }
 
 
@@ -95,6 +101,24 @@ def _interpreter() -> Result:
     row: Row = {"section": "interpreter", "case": str(square(1, 4, 256, 64)), "over_twin": ratio}
     claim = "interpreted Triton over the twin"
     return [row], [Requirement(claim, ratio, MIN_INTERPRETER_OVER_TWIN, at_most=False)]
+
+
+def _small_call() -> Result:
+    """Time what a call does around its engine, at a size where that shows."""
+    inputs = draw(square(1, 2, 128, 16), "cpu")
+    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
+    numerics = PROFILES["fa2"].resolve(q.dtype)
+    alone = partial(forward, q, k, v, mask=Mask(), scale=0.25, numerics=numerics)
+    calls = {"alone": alone, "called": partial(flash_attention, q, k, v, engine="twin")}
+    # each a few hundred microseconds: hundreds in turns
+    turns = [{name: seconds(call) for name, call in calls.items()} for _ in range(500)]
+    times = {name: median(turn[name] for turn in turns) for name in calls}
+    ratio = times["called"] / times["alone"]
+    print(
+        f"\na call at (1, 2, 128, 16): {1e6 * times['called']:.0f} us, {ratio:.2f}x the twin alone"
+    )
+    row: Row = {"section": "small call", "case": str(square(1, 2, 128, 16)), "over_twin": ratio}
+    return [row], [Requirement("a small call over the twin alone", ratio, MAX_CALL_OVER_TWIN)]
 
 
 def run_golden() -> Result:

@@ -12,7 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from compare import Requirement, Row, compare_dials, compare_masks, compare_peers
+from compare import (
+    Requirement,
+    Row,
+    compare_dials,
+    compare_kernels,
+    compare_masks,
+    compare_peers,
+)
 from measure import Times
 from registry import GPU_SHAPES, draw, square
 from torch._functorch import config as functorch_config
@@ -37,11 +44,23 @@ Measured = dict[tuple[int, int, bool], dict[str, Times]]
 def sections(others: list[PeerStatus]) -> dict[str, object]:
     """Return what can be run, by name."""
     return {
+        "kernels": partial(_kernels, others),
         "peers": partial(_peers, others),
         "dials": lambda: (compare_dials("cuda", rounds=5), []),
         "masks": lambda: (compare_masks("cuda", rounds=5), []),
         "memory": _memory,
     }
+
+
+def _kernels(others: list[PeerStatus]) -> Result:
+    """Time launches alone at length 8192, where no host is waited for."""
+    named = [peer for peer in others if peer.name in ("sdpa:flash", "sdpa:cudnn")]
+    rows: list[Row] = []
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            shape = square(1, 16, 8192, head_dim)
+            rows += compare_kernels("cuda", shape, causal=causal, others=named, rounds=8)
+    return rows, []
 
 
 def _peers(others: list[PeerStatus]) -> Result:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from registry import Inputs, draw, square
@@ -22,7 +22,7 @@ from torch import Tensor
 from attention_kernels import flash_attention, golden_attention
 from attention_kernels.testing import Shape, with_gradients
 
-__all__ = ["Times", "flops", "golden_peak", "seconds", "take_turns", "twin_growth"]
+__all__ = ["Times", "flops", "golden_peak", "seconds", "take_turns", "timed", "twin_growth"]
 
 Attention = Callable[..., Tensor]
 
@@ -81,14 +81,15 @@ def _once(attention: Attention, inputs: Inputs, backward: bool) -> tuple[float, 
     on_gpu = inputs.q.is_cuda
     if not backward:
         with torch.no_grad():
-            return _timed(call, on_gpu)[0], None
-    ahead, out = _timed(call, on_gpu)
+            return timed(call, on_gpu)[0], None
+    ahead, out = timed(call, on_gpu)
     dout = inputs.dout.to(out.dtype)
     differentiate = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=on_gpu)
-    return ahead, _timed(differentiate, on_gpu)[0]
+    return ahead, timed(differentiate, on_gpu)[0]
 
 
-def _timed(call: Callable[[], Tensor], on_gpu: bool) -> tuple[float, Tensor]:
+def timed(call: Callable[[], Any], on_gpu: bool) -> tuple[float, Any]:
+    """Return the seconds of a call and its result; on a GPU of one of several that are queued."""
     if not on_gpu:
         begin = time.perf_counter()
         result = call()
@@ -98,7 +99,7 @@ def _timed(call: Callable[[], Tensor], on_gpu: bool) -> tuple[float, Tensor]:
     return _queued(call, queued), result
 
 
-def _queued(call: Callable[[], Tensor], count: int) -> float:
+def _queued(call: Callable[[], Any], count: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()

@@ -240,6 +240,20 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch):
     assert [row["name"] for row in masks] == list(room.registry.MASKS)
 
 
+def test_launches_are_timed_beside_peers_and_a_small_call_beside_its_engine(room):
+    shape = room.registry.square(1, 2, 32, 16)
+    others = [peer for peer in peers("cpu") if peer.name == "sdpa:flash"]
+    rows = room.compare.compare_kernels("cpu", shape, causal=True, others=others, rounds=1)
+    assert [row["name"] for row in rows] == ["sdpa:flash", "fa2 launches"]
+    count = room.measure.flops(shape, causal=True)
+    for row in rows:
+        assert row["section"] == "kernels"
+        assert row["forward_tflops"] == pytest.approx(count / row["forward_s"] / 1e12)
+        assert row["backward_tflops"] == pytest.approx(2.5 * count / row["backward_s"] / 1e12)
+    (row,), (requirement,) = room.cpu.sections([])["small call"]()
+    assert requirement.measured == row["over_twin"] > 1
+
+
 @pytest.mark.slow
 def test_it_runs_from_a_plain_checkout_with_torch_alone(tmp_path):
     script = (
