@@ -22,6 +22,7 @@ from stability.model.module_precision import (
     with_module_precision,
 )
 from stability.model.precision import EmulatedLinear, precision_plugins
+from tests.stability.model.looked_at import trained
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(depth=2, width=32, heads=2, context=16, vocab_size=64)
@@ -49,24 +50,8 @@ def _gpt(text, seen=None):
 def _trained(text, look=()):
     """Return logits, gradients, and x, y, dx and dy of each module that is looked at."""
     model, around = _gpt(text)
-    seen = {name: {} for name in look}
-
-    def hook(name):
-        def keep(module, args, out):
-            x = args[0]
-            seen[name].update(x=x.detach(), y=out.detach())
-            out.register_hook(lambda grad: seen[name].update(dy=grad.detach()))
-            if x.requires_grad:
-                x.register_hook(lambda grad: seen[name].update(dx=grad.detach()))
-
-        return keep
-
-    for name in look:
-        model.get_submodule(name).register_forward_hook(hook(name))
-    with around:
-        logits = model(TOKENS)
-    F.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten()).backward()
-    return logits.detach(), {n: p.grad for n, p in model.named_parameters()}, seen, model
+    logits, seen = trained(model, TOKENS, around, look)
+    return logits, {n: p.grad for n, p in model.named_parameters()}, seen, model
 
 
 def _e4m3(x):

@@ -19,6 +19,7 @@ from stability.model.initial_weights import initialise
 from stability.model.module_precision import attention_in_default, with_module_precision
 from stability.model.precision import precision_plugins
 from stability.probe.rounding_keys import RoundingKeys
+from tests.stability.model.looked_at import trained
 
 CPU = torch.device("cpu")
 TOKENS = torch.arange(32).view(2, 16) % 64
@@ -43,24 +44,7 @@ def _model(text, keys=None, depth=2, builder="gpt2", seen=None):
 
 def _trained(model, look=()):
     """Train once; return gradients and x, y, dx and dy of each module that is looked at."""
-    seen = {name: {} for name in look}
-
-    def hook(name):
-        def keep(module, args, out):
-            x = args[0]
-            seen[name].update(x=x.detach(), y=out.detach())
-            out.register_hook(lambda grad: seen[name].update(dy=grad.detach()))
-            if x.requires_grad:
-                x.register_hook(lambda grad: seen[name].update(dx=grad.detach()))
-
-        return keep
-
-    for name in look:
-        model.get_submodule(name).register_forward_hook(hook(name))
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(TOKENS)
-    model.zero_grad()
-    F.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten()).backward()
+    _, seen = trained(model, TOKENS, torch.autocast("cpu", torch.bfloat16), look)
     return {n: p.grad.clone() for n, p in model.named_parameters()}, seen
 
 
