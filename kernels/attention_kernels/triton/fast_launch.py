@@ -193,6 +193,7 @@ def forward(
     call = _Call(q, k, v, mask, scale, numerics)
     q, k, v = kernel_inputs(torch.float32, q, k, v)
     out = call.make((*q.shape[:3], v.shape[3]), q.dtype)
+    # filled before a descriptor is made, for the reason given in `backward`
     lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
     tile = call.tiles["forward"]
     read, descriptors = call.read((k, v), tile.block_k)
