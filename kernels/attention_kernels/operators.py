@@ -333,7 +333,7 @@ class _FlashAttention(torch.autograd.Function):
 def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `flash_forward` does, differentiable, by the shorter way where there is one."""
     inputs = (q, k, v, *call.for_operator())
-    tensors = [x for x in inputs[: 3 + TENSORS] if x is not None]
+    tensors = [x for x in inputs[: 3 + TENSORS] if isinstance(x, Tensor)]
     # compilers, transforms of torch.func, modes and subclasses of tensors know operators alone
     if (
         torch.compiler.is_compiling()
