@@ -311,6 +311,13 @@ def _number(value: Any) -> int:
     return value
 
 
+def _member(enum: Any, name: Any) -> int:
+    members = _ENUMS.get(enum.text, {}) if isinstance(enum, _Name) else {}
+    if _text(name) not in members:
+        raise _RefusedError
+    return members[name]
+
+
 def _path(*parts: Any) -> str:
     if sum(len(_text(part)) + 1 for part in parts) > _MOST_LETTERS:
         raise _RefusedError
@@ -327,12 +334,25 @@ def _paths() -> Iterator[str]:
             yield f"{module}.{name}"
 
 
+_MEMORY_FORMATS = {
+    "TORCH_CONTIGUOUS_FORMAT": 0,
+    "TORCH_CHANNELS_LAST": 1,
+    "TORCH_PRESERVE_FORMAT": 2,
+}
+_ENUMS: dict[str, dict[str, int]] = {
+    f"{_METADATA}._MEM_FORMAT_ENCODING": _MEMORY_FORMATS,
+    f"{_SHARDED}.MEM_FORMAT_ENCODING": _MEMORY_FORMATS,
+    f"{_PLANNER}.WriteItemType": {"TENSOR": 1, "SHARD": 2, "BYTE_IO": 3},
+}
+"""The number of each member of an enum."""
+
 _CALLS: dict[str, Callable[..., Any]] = {
     "torch.Size": _size,
     "torch.serialization._get_layout": _text,
-    f"{_METADATA}._MEM_FORMAT_ENCODING": _number,
-    f"{_SHARDED}.MEM_FORMAT_ENCODING": _number,
-    f"{_PLANNER}.WriteItemType": _number,
+    **dict.fromkeys(_ENUMS, _number),
+    # Python 3.11.0 to 3.11.3 write a member of an enum as an attribute, by its name
+    "builtins.getattr": _member,
+    "__builtin__.getattr": _member,
     "collections.OrderedDict": _no_items,
     # where the checkpoint was saved is in it
     **dict.fromkeys(_paths(), _path),

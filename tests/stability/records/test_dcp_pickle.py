@@ -1,6 +1,7 @@
 """The pickle of a DCP folder is read as records; what else it could do is refused, and not done."""
 
 import contextlib
+import enum
 import itertools
 import os
 import pickle
@@ -15,9 +16,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -96,6 +99,19 @@ def test_what_dcp_writes_is_read(properties, protocol):
     assert found["mcore_data"] == {"w": {"nd_reformulated_orig_global_shape": (2, 3)}}
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_an_enum_by_its_name_is_its_number(monkeypatch, protocol):
+    # as Python 3.11.0 to 3.11.3, and so Debian 12's, write one
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", lambda x, _: (getattr, (type(x), x.name)))
+    written = Metadata({})
+    formats = [*_MEM_FORMAT_ENCODING, *MEM_FORMAT_ENCODING]
+    written.planner_data = [*formats, *WriteItemType]
+    data = pickle.dumps(written, protocol=protocol)
+    assert b"getattr" in data
+    read = read_dcp_pickle(data).fields["planner_data"]
+    assert read == [x.value for x in written.planner_data]
+
+
 class _Calls:
     """Is pickled as a call."""
 
@@ -122,7 +138,15 @@ def _state_of_a_class():
 HOSTILE = {
     "os.system": (_Calls(os.system, "touch {planted}"), r"names posix\.system"),
     "eval": (_Calls(eval, "open({planted!r}, 'w').close()"), r"names \w*builtin\w*\.eval"),
-    "getattr": (_Calls(getattr, Metadata, "__init__"), r"names \w*builtin\w*\.getattr"),
+    "getattr": (_Calls(getattr, Metadata, "__init__"), r"calls \S*\.getattr with"),
+    "getattr of enum": (
+        _Calls(getattr, WriteItemType, "mro"),
+        r"calls \w*builtin\w*\.getattr with",
+    ),
+    "getattr of text": (
+        _Calls(getattr, "{planted}", "SHARD"),
+        r"calls \w*builtin\w*\.getattr with",
+    ),
     "torch.load": (_Calls(torch.load, "{planted}"), r"names torch\.serialization\.load"),
     "torch.hub": (_Calls(torch.hub.load, "a", "b"), r"names torch\.hub\.load"),
     "torch.save": (_Calls(torch.save, 1, "{planted}"), r"names torch\.serialization\.save"),
@@ -131,7 +155,7 @@ HOSTILE = {
     "object": (_Foreign(), r"names \S*_Foreign"),
     "dotted": (
         _Calls(Path.touch, Path("{planted}")),
-        r"names (\w*builtin\w*\.getattr|\S*touch)",
+        r"names pathlib\S*Path",
     ),
     "size of text": (_Calls(torch.Size, "{planted}"), r"calls torch\.Size with .*planted"),
     "size below 0": (_Calls(torch.Size, [-1]), r"calls torch\.Size"),
