@@ -236,6 +236,8 @@ def test_a_module_of_the_users_own_is_in_it_by_its_content(tmp_path, monkeypatch
     assert "module.schedule_of_mine" not in environment()
     import schedule_of_mine
 
+    # off before it is put there, or the fixture would put it back when the test is over
+    del sys.modules["schedule_of_mine"]
     monkeypatch.setitem(sys.modules, "schedule_of_mine", schedule_of_mine)
     before = environment()
     assert before["module.schedule_of_mine"] == hashlib.sha256(b"lr = 1\n").hexdigest()
