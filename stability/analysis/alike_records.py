@@ -22,7 +22,7 @@ from stability.records.snapshots import hash_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["given_start_line", "rerun_line", "start_line"]
+__all__ = ["given_start_line", "ranks_apart", "rerun_line", "start_line"]
 
 
 def start_line(
@@ -108,10 +108,14 @@ def rerun_line(
 ) -> Iterator[ProofLine]:
     """Compare losses and weights of two runs that differ in nothing and end in the same bits.
 
-    Those of other pairs are each run's own word.
+    The hash that both end in is the first rank's; what the others held is compared with it. Those
+    of other pairs are each run's own word.
     """
     ends = [manifest.hashes.get("final_weights") for manifest in manifests]
     if differences or not ends[0] or ends[0] != ends[1]:
+        return
+    for rank, *held in ranks_apart(*manifests):
+        yield compared(f"what rank {rank} held at the end", *held)
         return
     logs = [_losses(paths) for paths in runs]
     names = (TRAIN_LOSS, EVAL_LOSS) if _is_evaluated_alike(manifests) else (TRAIN_LOSS,)
@@ -131,6 +135,13 @@ def rerun_line(
                 return
     count = sum(len(logs[0].get(name, {})) for name in names)
     yield compared("losses", f"{count} alike", f"{count} alike")
+
+
+def ranks_apart(first: Manifest, second: Manifest) -> list[tuple[str, str, str]]:
+    """Return each rank that both runs know the end of and that ended otherwise, and both hashes."""
+    one, other = (manifest.resolved.get("rank_ends") or {} for manifest in (first, second))
+    both = sorted(one.keys() & other.keys(), key=lambda rank: (len(rank), rank))
+    return [(rank, one[rank], other[rank]) for rank in both if one[rank] != other[rank]]
 
 
 def _is_evaluated_alike(manifests: tuple[Manifest, Manifest]) -> bool:

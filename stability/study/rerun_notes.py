@@ -3,6 +3,7 @@
 Leaves out what it means for a study's other arms (`analysis.rerun_floor`).
 """
 
+from stability.analysis.alike_records import ranks_apart
 from stability.analysis.batch_inputs import first_other_labels, first_other_order
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
@@ -15,17 +16,22 @@ __all__ = ["UNSEEDED", "rerun_notes"]
 UNSEEDED = "a rerun has the baseline's command: the script does not draw its batches by its seed"
 """What is added where a rerun was given other batches than the baseline."""
 
+_UNSTEADY = "the script is not deterministic"
+
 
 def rerun_notes(run: ForeignRun, final_weights: str) -> list[str]:
     """Return a note on a run that changes nothing and ends in other weights; none if it doesn't."""
     if run.diff or run.baseline is None:
         return []
-    if read_manifest(run.baseline.manifest).hashes.get("final_weights") == final_weights:
-        return []
+    baseline = read_manifest(run.baseline.manifest)
+    if baseline.hashes.get("final_weights") == final_weights:
+        apart = [rank for rank, *_ in ranks_apart(baseline, read_manifest(run.paths.manifest))]
+        where = f"rank{'s' if len(apart) > 1 else ''} {', '.join(apart)}"
+        return [f"{_UNSTEADY}: its rerun ends in other bits on {where} alone"] if apart else []
     drifts = read_metrics(run.paths.metrics).get(drift_name("all", "rel_l2"))
     size = f" by {drifts.values[-1]:.1e}" if drifts else ""
     return [
-        f"the script is not deterministic: its rerun drifts{size}"
+        f"{_UNSTEADY}: its rerun drifts{size}"
         f"{first_difference(run.baseline, run.paths)}; drifts below that mean nothing"
     ]
 

@@ -59,3 +59,23 @@ def test_losses_that_must_be_alike_and_are_not_are_refused(tmp_path: Path) -> No
     assert _found(tmp_path / "our own", ("", (2.0, 2.5)), ("", (2.0, 3.0)), {}) == said
     trained = _found(tmp_path / "trained", known, ("b", (1.0, 2.5)))
     assert trained == [(f"{TRAIN_LOSS} at step 1", "different")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"1": "x", "2": "y"}, {"1": "x", "2": "y"}, ("losses", "same")),
+        ({"1": "x", "2": "y", "10": "z"}, {"1": "x", "2": "n", "10": "m"}, ("2", "different")),
+        ({"1": "x"}, {"1": "x", "2": "y"}, ("losses", "same")),  # its end was not told
+        ({}, None, ("losses", "same")),  # a run of one process, and one of before
+    ],
+)
+def test_what_the_other_ranks_held_at_the_end_is_compared_too(
+    one: Any, other: Any, said: tuple[str, str], tmp_path: Path
+) -> None:
+    runs = [_run(tmp_path / name, "", (2.0, 2.5), COMMAND) for name in ("one", "other")]
+    for (_, manifest), ends in zip(runs, (one, other), strict=True):
+        manifest.resolved.update({} if ends is None else {"rank_ends": ends})
+    lines = list(rerun_line((runs[0][0], runs[1][0]), (runs[0][1], runs[1][1]), {}))
+    field = said[0] if said[0] == "losses" else f"what rank {said[0]} held at the end"
+    assert [(x.field, x.sameness) for x in lines] == [(field, said[1])]

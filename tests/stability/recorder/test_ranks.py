@@ -64,6 +64,28 @@ def test_what_observing_changes_on_the_second_rank_alone_does_not_count(
     assert manifest.observer.get("ranks") == (["1"] if layout == "ddp" else None)
 
 
+@pytest.mark.slow
+def test_a_rerun_that_another_rank_alone_ends_otherwise_is_told_and_not_proven(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    unsteady = (
+        "for _ in range(6):\n",
+        "for update in range(6):\n"
+        "    if update == 5 and rank:\n"
+        '        optimizer.param_groups[0]["lr"] *= 1 + int.from_bytes(os.urandom(2)) / 2**20\n',
+    )
+    script = changed(tmp_path, "ranks.py", unsteady)
+    study = Recording(tmp_path / "runs", words(script, ranks=2))
+    assert study.record("baseline") == 0
+    capfd.readouterr()
+    assert study.record("rerun") == 0
+    noted = "the script is not deterministic: its rerun ends in other bits on rank 1 alone"
+    assert noted in said(capfd)
+    assert study.drift("rerun")[6] == 0
+    assert code_of("verify", str(study.folder)) == 1
+    assert "what rank 1 held at the end" in said(capfd)
+
+
 NORM = ("nn.GELU(), nn", "nn.BatchNorm1d(16), nn")
 """A model whose buffers every rank has of its own batches."""
 ALONE = ('if asked.layout == "ddp":', 'if asked.layout == "never":')
