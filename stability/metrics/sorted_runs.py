@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stability.metrics.exact_sums import ExactSum, Values, empty_bins, sum_of_bins
+from stability.metrics.sorting import sort_
 
 __all__ = ["runs_gap_sum"]
 
@@ -47,8 +48,8 @@ def runs_gap_sum(a: Values, b: Values, starts: NDArray[np.int64], threads: int) 
                 continue
             near = [into[:size] for into, size in zip(room, sizes, strict=True)]
             gather_runs(a, b, here, near[0], near[1])
-            near[0].sort()
-            near[1].sort()
+            sort_(near[0])
+            sort_(near[1])
             add_merged(near[0], near[1], surplus[at], bins)
         return sum_of_bins(bins)
 
