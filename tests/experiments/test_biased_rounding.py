@@ -68,8 +68,11 @@ def test_figure_names_its_axes_and_marks_the_first_step(found):
     ]
     assert lower.get_xlabel().startswith("step;")
     assert lower.get_yscale() == "log"
-    (told,) = (line.get_xdata() for line in lower.get_lines() if line.get_marker() == "v")
-    assert list(told) == [0]
+    marks = [line.get_xdata() for line in lower.get_lines() if line.get_marker() == "v"]
+    # bias_ulp at once; what another signal tells later depends on the text of this Python's library
+    told = sorted(step for steps in marks for step in steps)
+    assert told[0] == 0
+    assert told.count(0) == 1
 
 
 def test_gpu_size_is_the_published_recipe_and_its_code_path_runs(found, monkeypatch):
