@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.kit.biased_training import load_blocks, train
+from experiments.kit.biased_training import load_blocks, noticed, train
 from experiments.kit.runner import load
 from stability.config.convert import to_dict
 from stability.config.load import read_mapping
@@ -69,9 +69,12 @@ def test_figure_names_its_axes_and_marks_the_first_step(found):
     assert lower.get_xlabel().startswith("step;")
     assert lower.get_yscale() == "log"
     marks = [line.get_xdata() for line in lower.get_lines() if line.get_marker() == "v"]
-    # bias_ulp at once; what another signal tells later depends on the text of this Python's library
-    told = sorted(step for steps in marks for step in steps)
-    assert told[0] == 0
+    rows = [row for row in findings.rows if row["part"] == "training"]
+    steps = {signal: noticed(rows, "biased", signal) for signal in experiment.SIGNALS}
+    assert steps["bias"] == 0
+    # of the others it depends on the text, this Python's own library, whether and when they tell
+    told = [step for step in steps.values() if step is not None]
+    assert [step for mark in marks for step in mark] == told
     assert told.count(0) == 1
 
 

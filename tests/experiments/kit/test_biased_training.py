@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from experiments.kit.biased_training import (
     train,
     with_bias,
 )
-from stability.config.schema import ModelConfig, OptimizerConfig
+from stability.config.schema import DataConfig, ModelConfig, OptimizerConfig
 
 RECIPE = Recipe(
     model=ModelConfig(depth=2, width=32, heads=2, context=32),
@@ -31,8 +32,11 @@ CLEAN = [with_bias(0.0), with_bias(0.0)]
 
 
 @pytest.fixture(scope="module")
-def blocks():
-    return load_blocks(RECIPE)
+def blocks(tmp_path_factory):
+    # one text under every Python, whose own library is another one in each
+    text = tmp_path_factory.mktemp("data") / "text.txt"
+    text.write_text((Path(__file__).parents[3] / "LICENSE").read_text())
+    return load_blocks(replace(RECIPE, data=DataConfig(source=str(text))))
 
 
 def test_a_rerun_ends_in_the_same_figures_and_learns(blocks):
@@ -62,10 +66,9 @@ def test_arms_of_a_seed_start_alike_and_other_seeds_do_not(blocks):
     assert nudged.probed[0][norm] == pytest.approx(clean.probed[0][norm], rel=1e-6)
     assert nudged.probed[0][norm] != clean.probed[0][norm]
     assert abs(other.losses[0] - clean.losses[0]) > 10 * abs(biased.losses[0] - clean.losses[0])
-    # the text is this Python's own library, so what one batch averages differs by its version
-    assert clean.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.0, abs=0.04)
-    assert biased.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.19, abs=0.05)
-    assert biased.probed[0]["deviation/layer_0/out/bias_ulp"] == pytest.approx(0.0, abs=0.04)
+    assert clean.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
+    assert biased.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.19, abs=0.03)
+    assert biased.probed[0]["deviation/layer_0/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused():
@@ -89,7 +92,7 @@ def test_each_arm_has_a_row_at_each_probed_step(rows):
 
 def test_bias_is_in_the_biased_arm_alone_and_gaps_are_from_the_clean_one(rows):
     last = {row["arm"]: row for row in rows if row["step"] == 4}
-    assert last["biased"]["bias_ulp"] == pytest.approx(0.19, abs=0.05)
+    assert last["biased"]["bias_ulp"] == pytest.approx(0.19, abs=0.03)
     assert last["biased"]["bias"] > 1
     assert max(abs(last[arm]["bias_ulp"]) for arm in ("clean", "coin", "nudge")) < 0.03
     assert max(last[arm]["bias"] for arm in ("clean", "coin", "nudge")) < 1
