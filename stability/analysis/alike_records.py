@@ -139,7 +139,9 @@ def rerun_line(
 
 def ranks_apart(first: Manifest, second: Manifest) -> list[tuple[str, str, str]]:
     """Return each rank that both runs know the end of and that ended otherwise, and both hashes."""
-    one, other = (manifest.resolved.get("rank_ends") or {} for manifest in (first, second))
+    found = [manifest.resolved.get("rank_ends") for manifest in (first, second)]
+    # a record that was written by hand may hold anything
+    one, other = (ends if isinstance(ends, dict) else {} for ends in found)
     both = sorted(one.keys() & other.keys(), key=lambda rank: (len(rank), rank))
     return [(rank, one[rank], other[rank]) for rank in both if one[rank] != other[rank]]
 

@@ -67,6 +67,7 @@ def test_losses_that_must_be_alike_and_are_not_are_refused(tmp_path: Path) -> No
         ({"1": "x", "2": "y"}, {"1": "x", "2": "y"}, ("losses", "same")),
         ({"1": "x", "2": "y", "10": "z"}, {"1": "x", "2": "n", "10": "m"}, ("2", "different")),
         ({"1": "x"}, {"1": "x", "2": "y"}, ("losses", "same")),  # its end was not told
+        ({"1": "x"}, ["1"], ("losses", "same")),  # no record of ours
         ({}, None, ("losses", "same")),  # a run of one process, and one of before
     ],
 )
