@@ -16,12 +16,14 @@ def some_values(draw):
     """FP32 values of any bits, of a short range, or of few different ones."""
     size = draw(SIZES)
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    law = draw(st.sampled_from(["bits", "normal", "near", "few", "ends"]))
+    law = draw(st.sampled_from(["bits", "normal", "near", "next", "few", "ends"]))
     if law == "bits":
         return rng.integers(0, 2**32, size, np.uint32).view(np.float32)
     if law == "ends":
         ends = [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4028235e38, -3.4028235e38]
         return rng.choice(np.array(ends, np.float32), size)
+    if law == "next":  # two that differ in the last bit alone
+        return rng.choice(np.array([1.0, 1.0000001], np.float32), size)
     values = rng.standard_normal(size)
     if law == "near":
         values = 1 + 1e-5 * values
