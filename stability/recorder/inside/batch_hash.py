@@ -14,12 +14,9 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-__all__ = ["hash_batch", "hash_in_order", "hash_inputs", "hash_samples", "hash_with"]
+from .mixing import FIRST, GOLDEN, mixed, signed64
 
-# the constants of splitmix64, as signed 64-bit numbers: torch has no arithmetic on unsigned ones
-_STEP = -7046029254386353131
-_FIRST = -4658895280553007687
-_SECOND = -7723592293110705685
+__all__ = ["hash_batch", "hash_in_order", "hash_inputs", "hash_samples", "hash_with"]
 
 _WHOLE_NUMBERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,10 +64,10 @@ def hash_inputs(
             of_rows = _hash_rows(tensor if is_by_row else tensor.unsqueeze(0))
             keys.append(of_rows if is_by_row else None)
             place = zlib.crc32(names[index].encode()) if names else index + 1
-            mixed = _mixed(of_rows.to(device) + _signed(_STEP * place))
-            sums.append(mixed.sum() * (1 if is_by_row else rows))
-            samples = samples + mixed
-        return _mixed(samples), sums, keys
+            each = mixed(of_rows.to(device) + signed64(GOLDEN * place))
+            sums.append(each.sum() * (1 if is_by_row else rows))
+            samples = samples + each
+        return mixed(samples), sums, keys
 
 
 def hash_in_order(samples: Tensor, call: int) -> Tensor:
@@ -81,7 +78,7 @@ def hash_in_order(samples: Tensor, call: int) -> Tensor:
     """
     with torch.no_grad():
         places = torch.arange(1, len(samples) + 1, dtype=torch.int64, device=samples.device)
-        return _mixed(samples + _mixed(places * _STEP + _signed((call + 1) * _FIRST))).sum()
+        return mixed(samples + mixed(places * GOLDEN + signed64((call + 1) * FIRST))).sum()
 
 
 def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False, nth: int = 0) -> Tensor:
@@ -93,19 +90,19 @@ def hash_with(samples: Tensor, target: Tensor, *, is_shared: bool = False, nth: 
     with torch.no_grad():
         rows = len(samples)
         if not rows or (target.numel() % rows and not is_shared):
-            return _mixed(_hash_rows(target.reshape(-1, 1)) + _signed(nth * _FIRST)).sum()
+            return mixed(_hash_rows(target.reshape(-1, 1)) + signed64(nth * FIRST)).sum()
         of_rows = _hash_rows(target.reshape(1 if is_shared else rows, -1))
-        mixed = _mixed(samples.to(of_rows.device) + _STEP)
-        return _mixed(of_rows + mixed + _signed(nth * _FIRST)).sum()
+        own = mixed(samples.to(of_rows.device) + GOLDEN)
+        return mixed(of_rows + own + signed64(nth * FIRST)).sum()
 
 
 def _hash_rows(tensor: Tensor) -> Tensor:
     """Return a hash of each row's shape and values, int64 `(rows,)`."""
     words = _as_words(tensor)
     places = torch.arange(1, words.shape[1] + 1, dtype=torch.int64, device=words.device)
-    hashed = _mixed(words + _mixed(places * _STEP)).sum(1)
+    hashed = mixed(words + mixed(places * GOLDEN)).sum(1)
     for size in tensor.shape[1:]:
-        hashed = _mixed(hashed + size)
+        hashed = mixed(hashed + size)
     return hashed
 
 
@@ -122,20 +119,3 @@ def _as_words(tensor: Tensor) -> Tensor:
     if per_word > 1 and flat.shape[1] % per_word == 0 and flat.numel():
         return flat.view(torch.int64)
     return flat.to(torch.int64)
-
-
-def _signed(number: int) -> int:
-    """Return what is left of a number in 64 bits, as torch's integers wrap around."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return splitmix64's mix of each number: each bit of it moves about half of the result's."""
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    # torch shifts the sign in from the left; a mix that loses no bit needs zeros
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -8,17 +8,20 @@ weights too.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Dict, Set
 
 import torch
 from torch import Tensor, nn
 
+from .mixing import GOLDEN, key_of, mixed
 from .names import cast_of, copies_of, masters_of
 from .older_torch import distributed_like
 from .prefixed_copies import prefixed_copies
 
 __all__ = ["nudge_weights"]
+
+_PORTION = 2**20
+"""Coins drawn at a time, in 64 bits each."""
 
 
 def nudge_weights(state: Dict[str, Tensor], ulps: int, seed: int, draw: int) -> None:
@@ -40,18 +43,22 @@ def nudge_weights(state: Dict[str, Tensor], ulps: int, seed: int, draw: int) -> 
                 continue
             # before it moves: both are known by the bits that they share with it
             copies = cast_of(weight, taken) if is_master else copies_of(name, weight)
-            moved = _moved(weight, _coin(f"nudge {seed} {draw} {name}", weight), ulps)
+            moved = _moved(weight, _coin(key_of("nudge", seed, draw, name), weight), ulps)
             for each in [weight, *copies, *beside.get(id(weight), ())]:
                 each.copy_(moved)
             if is_master:
                 taken.update(map(id, [weight, *copies]))
 
 
-def _coin(words: str, weight: Tensor) -> Tensor:
-    """Return 1 or -1 for each element of the whole tensor."""
-    number = int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+def _coin(key: int, weight: Tensor) -> Tensor:
+    """Return 1 or -1 for each element of the whole tensor, int8: `model.index_stream`'s."""
+    count = weight.numel()
+    coin = torch.empty(count, dtype=torch.int8)
+    for start in range(0, count, _PORTION):
+        end = min(start + _PORTION, count)
+        words = mixed(torch.arange(start + 1, end + 1) * GOLDEN + key)
+        coin[start:end] = ((words >> 63) & 1) * 2 - 1
+    return coin.reshape(weight.shape)
 
 
 def _moved(weight: Tensor, coin: Tensor, ulps: int) -> Tensor:

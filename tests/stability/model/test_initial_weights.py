@@ -10,17 +10,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from stability.config.schema import INIT_SCHEMES, ModelConfig
+from stability.metrics.mixing import key_of
 from stability.model.decoder_parts import shared_state
 from stability.model.gpt import GPT
+from stability.model.index_stream import normal_at, uniform_at
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.llama import Llama
+from stability.recorder.inside.nudge import nudge_weights as recorder_nudge
 
 CONFIG = ModelConfig(depth=3, width=128, heads=4, context=64)
 
 
 def _weights(scheme, seed=0, dtype=torch.float32, **changes):
     config = replace(CONFIG, init=scheme, **changes)
-    model = GPT(config, [F.scaled_dot_product_attention] * 3).to(dtype)
+    model = GPT(config, [F.scaled_dot_product_attention] * config.depth).to(dtype)
     initialise(model, seed)
     return {name: value.detach() for name, value in model.named_parameters()}
 
@@ -83,6 +86,42 @@ def test_an_unknown_scheme_is_told_which_there_are():
         replace(CONFIG, init="xavir")
 
 
+@pytest.mark.parametrize("scheme", [x for x in INIT_SCHEMES if x != "orthogonal"])
+def test_a_weight_s_draw_depends_on_its_name_and_place_alone(scheme):
+    """Neither the layers before it nor the rows behind it move it."""
+    plain, deep = _weights(scheme), _weights(scheme, depth=5, vocab_size=600)
+    name = "blocks.layer_2.query.weight"
+    assert torch.equal(plain[name], deep[name])
+    embedding = plain["token_embedding.weight"]
+    assert torch.equal(embedding, deep["token_embedding.weight"][: len(embedding)])
+
+
+def test_numbers_by_place_are_those_of_the_scheme():
+    """Each matrix against one drawn here, from the numbers alone."""
+    name = "blocks.layer_1.mlp_up.weight"
+    count = 512 * 128
+    places = torch.arange(count)
+    z, u = (at(key_of("init", 4, name), places) for at in (normal_at, uniform_at))
+    wanted = {
+        "gpt2": 0.02 * z,
+        "kaiming": math.sqrt(2 / 128) * z,
+        "xavier": math.sqrt(6 / (128 + 512)) * (2 * u - 1),
+    }
+    for scheme, values in wanted.items():
+        found = _weights(scheme, seed=4)[name]
+        assert torch.equal(found, values.float().view(512, 128)), scheme
+
+
+def test_an_orthogonal_matrix_turns_what_was_drawn():
+    """By Gram and Schmidt: of the columns, in order, each less its part along those before it."""
+    up = _weights("orthogonal")["blocks.layer_0.mlp_up.weight"].double()
+    key = key_of("init", 0, "blocks.layer_0.mlp_up.weight")
+    drawn = normal_at(key, torch.arange(up.numel())).view(up.shape)
+    triangle = up.T @ drawn
+    assert triangle.tril(-1).abs().max() < 1e-4
+    assert (triangle.diagonal() > 0).all()
+
+
 def test_another_spread_scales_the_same_draws():
     plain, wide = _weights("gpt2"), _weights("gpt2", init_std=0.04)
     for name, value in plain.items():
@@ -135,9 +174,16 @@ def _nudged(seed: int, draw: int) -> torch.Tensor:
     return model.weight > 1
 
 
-def test_the_first_draw_is_the_coin_of_the_seed_itself():
-    generator = torch.Generator().manual_seed(3)
-    assert torch.equal(_nudged(3, 0), torch.randint(0, 2, (40, 40), generator=generator) == 1)
+def test_a_coin_is_decided_by_the_weight_s_name_and_place_alone():
+    """The same as the recorder's, and in a model with other tensors before it."""
+    coin = _nudged(3, 1)
+    state = {"weight": nn.Parameter(torch.ones(40, 40))}
+    recorder_nudge(state, 1, 3, 1)
+    assert torch.equal(state["weight"] > 1, coin)
+    deep = nn.ModuleDict({"a": nn.Linear(3, 5), "weight_of": nn.Linear(40, 40)})
+    deep.register_parameter("weight", nn.Parameter(torch.ones(40, 40)))
+    nudge_weights(deep, 1, 3, 1)
+    assert torch.equal(deep.weight > 1, coin)
 
 
 def test_each_draw_of_each_seed_is_another_coin():
