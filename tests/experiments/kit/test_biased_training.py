@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -66,9 +67,21 @@ def test_arms_of_a_seed_start_alike_and_other_seeds_do_not(blocks):
     assert nudged.probed[0][norm] == pytest.approx(clean.probed[0][norm], rel=1e-6)
     assert nudged.probed[0][norm] != clean.probed[0][norm]
     assert abs(other.losses[0] - clean.losses[0]) > 10 * abs(biased.losses[0] - clean.losses[0])
-    assert clean.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
-    assert biased.probed[0]["deviation/layer_1/out/bias_ulp"] == pytest.approx(0.19, abs=0.03)
-    assert biased.probed[0]["deviation/layer_0/out/bias_ulp"] == pytest.approx(0.0, abs=0.02)
+
+
+def test_a_bias_is_measured_where_it_is_injected(blocks):
+    """Over four seeds: of one the measured bias has a standard error of 0.011."""
+    once = replace(RECIPE, steps=1)
+    arms = {"clean": CLEAN, "biased": [CLEAN[0], with_bias(0.2)]}
+    mean = {
+        (arm, layer): fmean(found[f"deviation/{layer}/out/bias_ulp"] for found in looks)
+        for arm, attention in arms.items()
+        for looks in [[train(once, attention, blocks, seed=s).probed[0] for s in range(3, 7)]]
+        for layer in ("layer_0", "layer_1")
+    }
+    assert mean["clean", "layer_1"] == pytest.approx(0.0, abs=0.02)
+    assert mean["biased", "layer_1"] == pytest.approx(0.19, abs=0.03)
+    assert mean["biased", "layer_0"] == pytest.approx(0.0, abs=0.02)
 
 
 def test_a_tokenizer_too_large_for_the_model_is_refused():

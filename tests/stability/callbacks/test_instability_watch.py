@@ -19,7 +19,7 @@ from stability.model.lightning_module import LanguageModel
 from stability.records.events import read_log_and_events
 
 OPTIMIZER = OptimizerConfig(lr=0.02, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, warmup_steps=0)
-CLIP = 0.3
+CLIP = 0.2
 
 
 def _sdpa(q, k, v, *, causal, scale=None):
