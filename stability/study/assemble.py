@@ -7,7 +7,7 @@ This is the one place that binds names in a config to objects. It leaves out the
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,8 @@ class Parts:
     model: nn.Module
     module: LanguageModel
     attention: ResolvedAttention
+    shadows: tuple[ResolvedAttention, ...]
+    """What the probe calls beside it."""
     init_hash: str
     """Hash of the initial weights, before a nudge."""
     shared_hash: str
@@ -187,7 +189,9 @@ def assemble(config: ArmConfig) -> Parts:
     config = _with_emulated_attention(config)
     primary = resolve_attention(config.attention, device)
     modules: dict[str, nn.Module] = {}
-    probe = _probe(config, device, modules) if config.probe.is_on else None
+    probed = config.probe.shadows if config.probe.is_on else ()
+    shadows = tuple(resolve_attention(shadow, device) for shadow in probed)
+    probe = _probe(config, shadows, modules) if shadows else None
     precision, keys = config.precisions, RoundingKeys(seed=config.seed.base)
     attention = _attention_by_layer(config, device, primary, probe, keys)
     attention = [attention_in_default(each, precision, device) for each in attention]
@@ -214,6 +218,7 @@ def assemble(config: ArmConfig) -> Parts:
         model=model,
         module=_trained(model, config, start),
         attention=primary,
+        shadows=shadows,
         init_hash=init_hash,
         shared_hash=shared_hash,
         start_hash=start.checksum if start else "",
@@ -396,13 +401,11 @@ def _attention_by_layer(
 
 
 def _probe(
-    config: ArmConfig, device: torch.device, modules: dict[str, nn.Module]
+    config: ArmConfig, shadows: Sequence[ResolvedAttention], modules: dict[str, nn.Module]
 ) -> AttentionProbe:
+    is_candidate = config.probe.shadows_are == "candidates"
     return AttentionProbe(
-        config.probe,
-        as_shadows([resolve_attention(shadow, device) for shadow in config.probe.shadows]),
-        shadow_is_candidate=config.probe.shadows_are == "candidates",
-        modules=modules,
+        config.probe, as_shadows(shadows), shadow_is_candidate=is_candidate, modules=modules
     )
 
 

@@ -40,6 +40,7 @@ from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_whole_run, update_assays
 from stability.study.assays import failed_arms
 from stability.study.assemble import assemble, load_data, resolve_device
+from stability.study.attention_trial import try_attention
 from stability.study.distances import update_distances
 from stability.study.fresh_process import call_for
 from stability.study.processes import train_in_processes
@@ -184,7 +185,11 @@ def _find_damage(runs: list[Run]) -> list[list[str]]:
 
 
 def _check_parts(config: ArmConfig) -> None:
-    assemble(config)
+    parts, device = assemble(config), resolve_device(config)
+    if device.type == "cuda":
+        # after the sizes: a small call is enough to know whether a kernel fits
+        called = (parts.attention, *parts.shadows)
+        try_attention(called, config.model, config.precisions, device)
     load_data(config)
 
 
