@@ -129,7 +129,11 @@ def cost_of(runs: Sequence[Run], keep: str, *, isolated: bool = True) -> StudyCo
         seconds += looks * known.look_seconds
         log = (run.last_step - looks) * known.update_bytes + looks * known.look_bytes
         records += log + known.fixed_bytes
-    estimates = {run.arm.name: estimate_memory(run.config, run.last_step) for run in runs}
+    estimates = {}
+    for run in runs:
+        found = estimate_memory(run.config, run.last_step)
+        on_host = resolve_device(run.config).type != "cuda"
+        estimates[run.arm.name] = found.of_all(run.config.parallel.ranks if on_host else 1)
     always = {"records": round(records), "report": REPORT_BYTES}
     largest = max(runs, key=lambda run: estimates[run.arm.name].bytes)
     return StudyCost(

@@ -31,7 +31,14 @@ These are our GPT's. The weights of any other model, and what its backward needs
 device "meta" (`model_size`): w and n times as many numbers as it saves there, less what autograd
 adds in mixed precision, but for the matrices of linear layers that autocast casts.
 
-On a GPU all of that is the device's, and the host has to hold a copy of the weights. Leaves out
+Over ranks it is what one rank holds: its share of the batch, of each weight and its moments (over
+shards and tensor parallel ranks), and of each activation and score (over tensor parallel ranks).
+What FSDP2 gathers of a block for its products is left out. Each rank draws the whole model first,
+in the memory of its CPU:
+
+    start       P w, which no layout divides
+
+On a GPU all but that is the device's, and the host has to hold a copy of the weights. Leaves out
 text, libraries (some 300 MB a process) and what allocators lose; and what the machine has
 (`machine_memory`).
 """
@@ -40,8 +47,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
+
 from attention_kernels.formats import FORMATS, Format, format_named
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_BASELINE_PROFILE
+from stability.config.parallel import ParallelConfig
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 from stability.study.model_size import size_of
@@ -67,6 +77,10 @@ class Part:
     name: str
     bytes: int
 
+    def over(self, ranks: int) -> "Part":
+        """Return what one of `ranks` holds that share it."""
+        return self if ranks == 1 else Part(f"{self.name}, over {ranks} ranks", self.bytes // ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -83,6 +97,14 @@ class Estimate:
     def largest(self) -> Part:
         """What takes most of it."""
         return max(self.parts, key=lambda part: part.bytes)
+
+    def of_all(self, ranks: int) -> "Estimate":
+        """Return what as many ranks hold together."""
+        if ranks == 1:
+            return self
+        return Estimate(
+            tuple(Part(f"{x.name}, on each of {ranks} ranks", ranks * x.bytes) for x in self.parts)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +134,13 @@ _WIDTHS = {
 
 
 def estimate_memory(config: ArmConfig, until: int) -> Estimate:
-    """Return the least that a run of `config` up to step `until` holds at its peak.
+    """Return the least that a rank of a run of `config` up to step `until` holds at its peak.
 
     On a GPU it is the device's.
     """
+    layout, whole = config.parallel, config
+    train = replace(config.train, batch_size=config.train.batch_size // layout.parts)
+    config = replace(config, train=train, parallel=ParallelConfig())
     widths = _widths(config.precision)
     kept = kept_for_backward(config)
     logits = _logits(config, widths)
@@ -126,7 +151,18 @@ def estimate_memory(config: ArmConfig, until: int) -> Estimate:
         [_state(config, widths, 5)],
         [_state(config, widths, 4), *([logits] if config.held_out.share else ())],
     )
-    return max(map(_estimate, moments), key=lambda estimate: estimate.bytes)
+    of_rank = [
+        [state.over(layout.shard * layout.tensor), *(part.over(layout.tensor) for part in rest)]
+        for state, *rest in moments
+    ]
+    if layout.ranks > 1 and not is_on_gpu(whole):
+        of_rank.append([_state(config, widths, 1)])
+    return max(map(_estimate, of_rank), key=lambda estimate: estimate.bytes)
+
+
+def is_on_gpu(config: ArmConfig) -> bool:
+    """Return whether a run of `config` computes on a GPU here."""
+    return config.train.accelerator != "cpu" and torch.cuda.is_available()
 
 
 def kept_for_backward(config: ArmConfig) -> list[Part]:

@@ -154,7 +154,7 @@ def check_study(
     try:
         # before any model is built, which may itself be beyond memory
         _check_gpus(to_train, here)
-        check_memory(to_train, jobs)
+        check_memory(to_train, jobs, here)
         check_disk(to_train, runs[0].paths.root.parent.parent, keep)
         for its_runs in arms.values():
             # the first run of each arm: those of further seeds may train without a probe

@@ -39,24 +39,31 @@ __all__ = [
 LESS = "make train.batch_size, model.context or the model smaller"
 
 
-def check_memory(runs: Sequence[Run], jobs: int = 1) -> None:
+def check_memory(runs: Sequence[Run], jobs: int = 1, here: int = 0) -> None:
     """ValueError if one of `runs`, which are to be trained, or `jobs` at once can't be in memory.
 
-    It names the arm, what it needs at least and for what, and what there is.
+    It names the arm, what it needs at least and for what, and what there is. A GPU holds one rank;
+    this machine's memory holds `here` ranks of a run, 0 for all.
     """
     on_gpu = [run for run in runs if resolve_device(run.config).type == "cuda"]
     on_host = [run for run in runs if run not in on_gpu]
     if on_gpu:
-        _check_together(on_gpu, jobs, gpu_memory(), torch.cuda.device_count())
+        _check_together(on_gpu, jobs, gpu_memory(), torch.cuda.device_count(), 1)
     host = host_memory()
     if on_host and host is not None:
-        _check_together(on_host, jobs, host, 1)
+        _check_together(on_host, jobs, host, 1, here)
 
 
-def _check_together(runs: Sequence[Run], jobs: int, memory: Memory, devices: int) -> None:
-    """ValueError if `memory`, of each of as many `devices`, can't hold the runs that share it."""
+def _check_together(
+    runs: Sequence[Run], jobs: int, memory: Memory, devices: int, ranks: int
+) -> None:
+    """ValueError if `memory`, of each of as many `devices`, can't hold the runs that share it.
+
+    It holds as many `ranks` of each, 0 for all of them.
+    """
+    of_rank = ((estimate_memory(run.config, run.last_step), run) for run in runs)
     needs = sorted(
-        ((estimate_memory(run.config, run.last_step), run) for run in runs),
+        ((each.of_all(ranks or run.config.parallel.ranks), run) for each, run in of_rank),
         key=lambda pair: pair[0].bytes,
         reverse=True,
     )

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stability.config.convert import from_dict
+from stability.config.parallel import ParallelConfig
 from stability.config.precision import emulated_format
 from stability.config.schema import ArmConfig
 from stability.model.lightning_module import next_token_loss
@@ -241,3 +244,37 @@ def test_a_run_takes_more_than_estimated_and_less_than_four_times_as_much(
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, estimated = json.loads(done.stdout.splitlines()[-1])
     assert estimated < grown < 4 * estimated
+
+
+@given(
+    data=st.integers(1, 3),
+    shard=st.integers(1, 3),
+    tensor=st.sampled_from([1, 2, 4]),
+    accumulate=st.integers(1, 2),
+)
+def test_a_rank_holds_its_share_of_the_batch_and_of_what_ranks_share(
+    data, shard, tensor, accumulate
+):
+    parts = data * shard * accumulate
+    config = _config(train={"batch_size": 5 * parts})
+    layout = {"data": data, "shard": shard, "tensor": tensor, "accumulate": accumulate}
+    laid_out = replace(config, parallel=ParallelConfig(**layout))
+    own = _config(train={"batch_size": 5})
+    found = {part.name.partition(", over ")[0]: part.bytes for part in _parts(laid_out)}
+    for part in _parts(own):
+        ranks = tensor * (shard if "parameters" in part.name else 1)
+        assert found[part.name] == part.bytes // ranks, part.name
+
+
+def test_each_rank_begins_with_the_whole_model_on_its_cpu():
+    wide = _config(
+        model={"depth": 1, "width": 512, "heads": 8, "context": 2}, train={"batch_size": 64}
+    )
+    laid_out = replace(wide, parallel=ParallelConfig(shard=64))
+    (only,) = _parts(laid_out)
+    assert only.bytes == weight_bytes(wide)
+    assert only.name.startswith("weights of ")
+
+
+def _parts(config):
+    return estimate_memory(config, 4).parts

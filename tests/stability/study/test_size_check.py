@@ -10,6 +10,7 @@ from stability.study import size_check
 from stability.study.machine_memory import Memory
 from stability.study.memory_estimate import estimate_memory, weight_bytes
 from stability.study.run_study import check_study, plan_study, run_study
+from stability.study.size_check import check_memory
 from stability.study.train_run import TrainOptions
 from tests.conftest import SilentObserver
 
@@ -174,3 +175,53 @@ def test_the_disk_must_hold_what_is_yet_to_be_written(write_study, tmp_path, mon
     assert check_study(runs) == [], "all of it is there"
     runs[1].paths.snapshot(4).unlink()
     assert size_check.files_to_write(runs[1]).bytes == weight_bytes(runs[1].config)
+
+
+def _laid_out(**parallel):
+    def edit(content):
+        content["base"]["probe"] = {"every": 0}
+        content["base"]["held_out"] = {"share": 0.0}
+        content["base"]["train"]["batch_size"] = 8
+        content["arms"] = {"baseline": {}, "laid_out": {"parallel": parallel}}
+        content.pop("yardstick")
+
+    return edit
+
+
+def test_this_machine_holds_every_rank_of_a_run_that_trains_here(write_study, tmp_path, have):
+    runs = plan_study(load_study(write_study(_laid_out(data=4))), tmp_path)
+    alone, of_rank = (
+        estimate_memory(run.config, run.last_step).bytes for run in (runs[0], runs[-1])
+    )
+    assert alone < 4 * of_rank, "each replica holds all weights"
+    have(4 * of_rank - 1)
+    with pytest.raises(ValueError, match=r"arm laid_out: .* on each of 4 ranks"):
+        check_study(runs)
+    check_study(runs, here=1)  # the others are elsewhere
+    have(4 * of_rank)
+    check_study(runs)
+
+
+def test_a_gpu_holds_one_rank_of_a_run(write_study, tmp_path, monkeypatch):
+    """A model that no GPU holds is what shards are for."""
+
+    def edit(content):
+        content["base"]["train"]["accelerator"] = "auto"
+        _laid_out(shard=8)(content)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    runs = plan_study(load_study(write_study(edit)), tmp_path)
+    whole, shard = (estimate_memory(run.config, run.last_step).bytes for run in (runs[0], runs[-1]))
+    assert shard < whole / 3
+
+    def gpu(count):
+        monkeypatch.setattr(size_check, "gpu_memory", lambda: Memory(count, "its GPU"))
+
+    gpu(shard)
+    check_memory(runs[-1:])
+    with pytest.raises(ValueError, match=r"arm baseline: a run must fit"):
+        check_memory(runs)
+    gpu(shard - 1)
+    with pytest.raises(ValueError, match=r"arm laid_out: a run must fit"):
+        check_memory(runs[-1:])
