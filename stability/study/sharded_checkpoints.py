@@ -23,6 +23,7 @@ from stability.records.weight_files import Weights, load_torch_file
 __all__ = [
     "copy_checkpoint",
     "has_parts",
+    "holds_rest",
     "read_parts",
     "read_rest",
     "read_whole",
@@ -55,6 +56,11 @@ def write_checkpoint(
         places={".".join(place): place for place in parts},
         files={REST: _bytes_of(rest)} if is_first else {},
     )
+
+
+def holds_rest(folder: Path) -> bool:
+    """Whether a folder is such a checkpoint, and not some other one of DCP's."""
+    return (folder / REST).is_file()
 
 
 def read_rest(folder: Path) -> dict[str, Any]:

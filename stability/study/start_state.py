@@ -24,6 +24,7 @@ from stability.records.sealed_json import file_checksum
 from stability.records.snapshots import hash_state
 from stability.records.weight_files import TORCH_SUFFIXES, Weights, load_torch_file, open_weights
 from stability.study.checkpoints import DOOR
+from stability.study.sharded_checkpoints import holds_rest, read_whole
 
 __all__ = ["Start", "begin", "read_start_state"]
 
@@ -94,10 +95,14 @@ def _names(own: Mapping[str, Tensor], weights: Weights, start: str) -> dict[str,
 
 
 def _optimizer_state(path: Path) -> dict[str, Any] | None:
-    """Return the optimizer's state in a checkpoint of our own runs; None of any other file."""
-    if not path.is_file() or path.suffix not in TORCH_SUFFIXES:
-        return None
-    content = load_torch_file(path)
+    """Return the optimizer's state in a checkpoint of our own runs; None of all else.
+
+    Of one that several ranks wrote it is whole, as one process would have written it.
+    """
+    if path.is_dir():
+        content = read_whole(path) if holds_rest(path) else {}
+    else:
+        content = load_torch_file(path) if path.suffix in TORCH_SUFFIXES else {}
     named = content if isinstance(content, Mapping) else {}
     states = named.get("optimizer_states")
     # of another's the groups of parameters may be in another order

@@ -11,12 +11,15 @@ from stability.callbacks.random_numbers import RandomNumbers
 from stability.config.arms import expand
 from stability.config.convert import ConfigError
 from stability.config.load import load_study
+from stability.metrics.drift import ALL, drift
 from stability.records.dcp_files import write_dcp
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
+from stability.records.run_files import read_run_snapshot
 from stability.records.snapshots import read_snapshot, write_snapshot
 from stability.study.assemble import assemble
 from stability.study.fork import plan_fork
+from stability.study.sharded_checkpoints import read_whole
 from tests.conftest import run_quietly, write_tiny
 
 
@@ -126,6 +129,40 @@ def test_the_optimizers_state_is_taken_over_with_the_arms_own_settings(write_stu
             assert torch.equal(found["state"][index]["exp_avg_sq"], state["exp_avg_sq"])
             assert found["state"][index]["step"] == 4
         assert {group["initial_lr"] for group in found["param_groups"]} == {arm.config.optimizer.lr}
+
+
+@pytest.mark.slow
+def test_the_optimizers_state_of_a_run_over_ranks_is_taken_over(write_study, run_tiny, tmp_path):
+    """Whatever layout wrote it, and whatever layout begins from it."""
+
+    def sharded(content):
+        _plain(content)
+        content["base"] |= {"parallel": {"shard": 2}, "precision": "32-true"}
+
+    def late(content):
+        _late(folder, sharded={"parallel": {"shard": 2}})(content)
+        content["base"]["precision"] = "32-true"
+
+    run_tiny(load_study(write_study(sharded)), tmp_path, isolated=True)
+    folder = RunPaths.for_run(tmp_path / "tiny", "baseline", 0).sharded_checkpoint(4)
+    saved = read_whole(folder)["optimizer_states"][0]["state"]
+    optimizer = _begun(write_study, folder).module.configure_optimizers()["optimizer"]
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == saved.keys() != set()
+    for index, state in saved.items():
+        assert torch.equal(found[index]["exp_avg_sq"], state["exp_avg_sq"])
+        assert found[index]["step"] == 4
+
+    ended = run_tiny(load_study(write_study(late)), tmp_path, isolated=True).ended
+    assert [end[2:] for end in ended] == 2 * [("finished", "")]
+    runs = [RunPaths.for_run(tmp_path / "late", name, 0) for name in ("baseline", "sharded")]
+    one, two = (read_run_snapshot(run, 4) for run in runs)
+    assert 0 < drift(two, one)[ALL]["rel_l2"] < 1e-6, "another order of sums, and no more"
+
+    # a folder of DCP's that somebody else has written may have other groups of parameters
+    (folder / "rest.pt").unlink()
+    optimizer = _begun(write_study, folder).module.configure_optimizers()["optimizer"]
+    assert optimizer.state_dict()["state"] == {}
 
 
 def test_what_holds_weights_alone_begins_with_a_fresh_optimizer(write_study, parent, weights):
