@@ -246,8 +246,8 @@ class SeedConfig:
     order_offset: int = 0
 
     def __post_init__(self) -> None:
-        # torch's CPU generator keeps the low 32 bits of a seed, so that 2**32 would be 0 again and
-        # another seed draw the same weights
+        # torch's CPU generator keeps the low 32 bits of a seed, so that 2**32 would be 0 again to
+        # models that are not ours, which draw their weights from it
         require(0 <= self.base < 2**32, "seed", "base must be from 0 to 2**32 - 1", self.base)
         offset, rule = self.init_offset, "init_offset must be between -2**32 and 2**32"
         require(abs(offset) < 2**32, "seed", rule, offset)

@@ -20,7 +20,7 @@ ALLOWED: Mapping[str, str] = {
 }
 """The arguments that a study may give, and what each must be."""
 
-_ONE_PROCESS = "a run trains in one process on one device; `stability run --jobs N` trains several"
+_LAID_OUT = "a run is laid out over ranks by `parallel`: data, shard, tensor"
 _ENDS_EARLY = "a run trains all of train.steps, or an arm up to its `until`"
 _NO_LOOP = "Lightning's own loop over held-out text is not used; see held_out"
 _OWN_OUTPUT = "it is the run's own, and its records go below --out"
@@ -35,7 +35,7 @@ ELSEWHERE: Mapping[str, str] = {
     "default_root_dir": _OWN_OUTPUT,
     "detect_anomaly": "it would raise where a run diverges, which is a result and not a failure",
     "deterministic": "it is train.deterministic",
-    "devices": _ONE_PROCESS,
+    "devices": _LAID_OUT,
     "enable_autolog_hparams": _OWN_OUTPUT,
     "enable_checkpointing": "checkpoints are always written; see train.checkpoint_every",
     "enable_model_summary": _OWN_OUTPUT,
@@ -55,15 +55,15 @@ ELSEWHERE: Mapping[str, str] = {
     "min_epochs": "it is train.steps",
     "min_steps": "it is train.steps",
     "model_registry": _OWN_OUTPUT,
-    "num_nodes": _ONE_PROCESS,
+    "num_nodes": _LAID_OUT,
     "num_sanity_val_steps": _NO_LOOP,
     "overfit_batches": "it would repeat batches; each one is decided by text, order seed and step",
     "plugins": _NO_OBJECT,
     "precision": "it is the arm's own precision, beside train and not in it",
     "profiler": "it would write beside the record; profile the whole command instead",
     "reload_dataloaders_every_n_epochs": "batches are decided by text, order seed and step",
-    "strategy": _ONE_PROCESS,
-    "sync_batchnorm": _ONE_PROCESS,
+    "strategy": _LAID_OUT,
+    "sync_batchnorm": _LAID_OUT,
     "use_distributed_sampler": "batches are decided by text, order seed and step",
     "val_check_interval": _NO_LOOP,
 }

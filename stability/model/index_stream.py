@@ -139,7 +139,7 @@ def _normal_quantile(p: Tensor) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive normal numbers, FP64, to 1e-16 of it and 1e-16."""
+    """Return the natural logarithm of positive normal numbers, FP64, to 4e-16 of it."""
     mantissa, exponent = torch.frexp(x)
     is_low = mantissa < 0.7071067811865476
     mantissa = torch.where(is_low, 2 * mantissa, mantissa)

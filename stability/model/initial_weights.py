@@ -7,7 +7,8 @@ rest as its own code draws it. The nudge moves each weight by single units in it
 smallest change that the dtype can hold: on the ladder it is the lowest rung above zero.
 
 What is drawn for a weight depends on the seed, its tensor's name and its place in it
-(`index_stream`): on no other tensor, and not on how ranks share them.
+(`index_stream`): on no other tensor, and not on how ranks share them. `orthogonal` then takes the
+whole matrix apart by LAPACK, and a user's own scheme draws as it likes.
 
 Sources: GPT-2 scales the projections into the residual stream by 1/sqrt(2 * depth); Glorot and
 Bengio 2010 (`xavier`, uniform); He et al., arXiv 1502.01852 (`kaiming`, normal, fan-in);
@@ -106,8 +107,8 @@ def _users(name: str) -> Fill:
         # torch's CPU generator keeps the low 32 bits of its seed
         seed = key % 2**32
         matrix.fill_(math.nan)
-        with torch.random.fork_rng(devices=[]):  # it may draw from the global generator
-            torch.manual_seed(seed)
+        with torch.random.fork_rng(devices=[]):  # it may draw from the CPU's global generator
+            torch.default_generator.manual_seed(seed)
             own(matrix, Generator().manual_seed(seed))
         if not matrix.isfinite().all():
             raise ValueError(

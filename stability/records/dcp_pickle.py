@@ -42,6 +42,7 @@ _RECORDS = frozenset(
 )
 """Classes whose instances are records of named fields."""
 
+_DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _PROPERTIES = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
 """The fields of `TensorProperties`, whose state is a tuple."""
 _MOST_SIZE = 2**62
@@ -211,9 +212,9 @@ def _stack_global(stack: _Stack, argument: Any) -> None:
 
 def _name(stack: _Stack, module: Any, name: Any) -> None:
     text = f"{_said(module)}.{_said(name)}"
-    found = getattr(torch, name, None) if module == "torch" and isinstance(name, str) else None
-    if isinstance(found, torch.dtype):
-        stack.items.append(found)
+    # never by `getattr`: torch imports some of its modules when they are asked for
+    if text in _DTYPES:
+        stack.items.append(_DTYPES[text])
     elif text in _RECORDS or text in _CALLS:
         stack.items.append(_Name(text))
     else:

@@ -13,7 +13,7 @@ from stability.config.schema import INIT_SCHEMES, ModelConfig
 from stability.metrics.mixing import key_of
 from stability.model.decoder_parts import shared_state
 from stability.model.gpt import GPT
-from stability.model.index_stream import normal_at, uniform_at
+from stability.model.index_stream import normal_at, sign_at, uniform_at
 from stability.model.initial_weights import initialise, nudge_weights
 from stability.model.llama import Llama
 from stability.recorder.inside.nudge import nudge_weights as recorder_nudge
@@ -184,6 +184,29 @@ def test_a_coin_is_decided_by_the_weight_s_name_and_place_alone():
     deep.register_parameter("weight", nn.Parameter(torch.ones(40, 40)))
     nudge_weights(deep, 1, 3, 1)
     assert torch.equal(deep.weight > 1, coin)
+
+
+def test_coins_of_a_large_tensor_are_one_stream():
+    """The recorder draws them in portions, of which none is another's again."""
+    count = 2**21 + 5
+    state = {"w": nn.Parameter(torch.ones(count))}
+    recorder_nudge(state, 1, 0, 0)
+    assert torch.equal(state["w"] > 1, sign_at(key_of("nudge", 0, 0, "w"), torch.arange(count)) > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_nudge_is_of_as_many_units_as_it_says(dtype):
+    model = nn.Linear(8, 8).to(dtype)
+    nn.init.constant_(model.weight, 1.5)
+    nn.init.zeros_(model.bias)
+    nudge_weights(model, 3, seed=0)
+    assert set(((model.weight - 1.5).abs() / torch.finfo(dtype).eps).flatten().tolist()) == {3.0}
+    # the third subnormal, up or down
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    assert set((model.bias.double().abs() / least).tolist()) == {3.0}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    nudge_weights(model, 0, seed=0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_each_draw_of_each_seed_is_another_coin():

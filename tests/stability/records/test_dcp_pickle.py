@@ -198,6 +198,15 @@ def test_whatever_else_a_pickle_calls_or_makes_is_refused_and_not_done(tmp_path,
     assert not planted.exists()
 
 
+def test_a_name_of_torch_is_not_asked_of_torch(monkeypatch):
+    """It imports some of its modules when it is asked for them."""
+    asked = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    with pytest.raises(ValueError, match=r"names torch\._no_module"):
+        read_dcp_pickle(b"\x80\x04ctorch\n_no_module\n.")
+    assert asked == []
+
+
 def test_the_planted_calls_are_real(tmp_path):
     planted = tmp_path / "planted"
     for name in ("os.system", "eval"):

@@ -47,6 +47,7 @@ def train_one(config, ranks=ALONE):
         series = read_metrics(files.paths.metrics)
         return {
             "init": parts.init_hash,
+            "ended_at": door.writer.step,
             "batches": getattr(door.writer, "batches", None),
             "metrics": {name: list(each.values) for name, each in series.items()},
             "weights": {

@@ -152,6 +152,22 @@ def test_a_run_over_ranks_repeats_to_the_bit(base):
 
 
 @pytest.mark.slow
+def test_ranks_stop_together_once_the_loss_is_no_number(base):
+    """One that went on would wait for the others until its connection is lost."""
+    wild = replace(
+        base,
+        optimizer=replace(base.optimizer, lr=1e30, warmup_steps=0),
+        train=replace(base.train, steps=20),
+    )
+    one = train_all({"one": wild}, ALONE)["one"]
+    layouts = {name: TWO[name] for name in ("ddp", "fsdp", "tensor")}
+    first, second = call_over_ranks(2, train_all, laid_out(wild, layouts))
+    assert one["ended_at"] < 20
+    for name in layouts:
+        assert first[name]["ended_at"] == second[name]["ended_at"] == one["ended_at"], name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "sequence"])
 def test_looking_changes_no_bit_over_ranks(base, layout):
     config = replace(base, parallel=TWO[layout], precision="bf16-mixed")
