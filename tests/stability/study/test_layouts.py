@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.parallel import ParallelConfig
+from stability.config.schema import AttentionConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.layouts import check_layout
 from stability.model.ranks import ALONE, PATIENCE, Ranks
@@ -141,6 +142,32 @@ def test_in_fp64_every_layout_computes_the_same(base):
         assert distance(run, one) < 1e-14, name
         for metric, values in one["metrics"].items():
             assert run["metrics"][metric] == pytest.approx(values, rel=1e-9), (name, metric)
+
+
+@pytest.mark.slow
+def test_the_probe_measures_the_heads_and_samples_of_the_first_rank(base):
+    """In FP64, where layouts differ by less than a shadow in BF16 rounds."""
+    shadow = AttentionConfig(implementation="flash", profile="all_bf16")
+    probed = replace(
+        base,
+        precision="64-true",
+        probe=replace(base.probe, every=1, heads=True, shadows=(shadow,)),
+    )
+    one = train_all({"one": probed}, ALONE)["one"]["metrics"]
+    layouts = {"tensor": TWO["tensor"], "sequence": TWO["sequence"], "ddp": TWO["ddp"]}
+    found = call_over_ranks(2, train_all, laid_out(probed, layouts))[0]
+    # the error of the shadow: the run's own, in FP64 too, has other bits under each layout
+    of_heads = {x for x in one if "/head_" in x and x.endswith(("/rel_fro", "/gain"))}
+    for layout, heads in {"tensor": (0, 1), "sequence": (0, 1), "ddp": range(4)}.items():
+        own = {name for name in of_heads if any(f"/head_{head}/" in name for head in heads)}
+        seen = of_heads & found[layout]["metrics"].keys()
+        assert seen == own != set(), layout
+        for name in own:
+            if layout != "ddp":
+                assert found[layout]["metrics"][name] == pytest.approx(one[name], rel=1e-3), name
+            elif name.endswith("/rel_fro"):
+                # a replica has a half of the samples, whose errors are of one size with all
+                assert found[layout]["metrics"][name] == pytest.approx(one[name], rel=0.5), name
 
 
 @pytest.mark.slow
