@@ -316,8 +316,9 @@ def _sentence(
     )
     if looks >= LOOKS_NEEDED:
         said += (
-            f", and a share of {share.value:.3f}{bounds(share.low, share.high, '{:.3f}'.format)} "
-            f"of it is the same at all {looks} looks (limit {policy.max_share:g})."
+            f", and a share of {share.value:z.3f}"
+            f"{bounds(share.low, share.high, '{:z.3f}'.format)} of it is the same at all {looks} "
+            f"looks (limit {policy.max_share:g})."
         )
     else:
         said += f"; {looks} looks are too few to tell whether it adds up."
@@ -367,4 +368,4 @@ def _logs(figure: _Figure) -> _Figure:
 
 def _cell(ratio: float, share: float) -> str:
     shown = f"{ratio:.2f}x" if ratio < 10 else f"{min(ratio, 99999):.0f}x"
-    return shown if math.isnan(share) else f"{shown} f {share:.3f}"
+    return shown if math.isnan(share) else f"{shown} f {share:z.3f}"

@@ -281,3 +281,7 @@ def test_limits_are_the_policys():
 def test_cells_are_short_for_any_figure():
     for mean, share in ((1e7, 0.99), (123.4, -0.004), (0.001, 0.5)):
         assert len(_judge(_run(_ratios(mean), share=share)).cell) <= 16
+
+
+def test_a_share_that_rounds_to_zero_has_no_sign():
+    assert _judge(_run(_ratios(0.93), share=-0.0001)).cell.endswith(" f 0.000")
