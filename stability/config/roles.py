@@ -39,6 +39,7 @@ __all__ = [
     "given_change",
     "given_role",
     "given_until",
+    "is_control",
     "order_of_role",
     "overrides_of",
     "role_of",
@@ -61,6 +62,11 @@ _ACCEPTED_AXES = {"seed.init_offset", "model.init", "seed.order_offset"}
 def overrides_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an arm's entry lays over the base: all but role, end and declared change."""
     return {key: value for key, value in entry.items() if key not in _KEYS}
+
+
+def is_control(role: Role) -> bool:
+    """Whether the arms of a seed are measured from this one's weights, so that it trains first."""
+    return role in _ORDER
 
 
 def order_of_role(role: Role) -> int:

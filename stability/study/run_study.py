@@ -22,7 +22,7 @@ from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.axes import touches
 from stability.config.convert import to_dict
-from stability.config.roles import order_of_role
+from stability.config.roles import is_control, order_of_role
 from stability.config.schema import BASELINE, ArmConfig
 from stability.config.study import StudyConfig
 from stability.records.assay import read_assay
@@ -227,14 +227,15 @@ def run_study(
         reopen(run, found, observer)
     runs = [replace(run, protocol=sealed) for run in runs]
     settle = partial(_settle_alone, runs, study.keep, observer)
+    settle_run = partial(_settle_run, runs, study.keep, observer)
     if elsewhere is not None:
         elsewhere(runs, observer)
     elif not isolated:
-        _train_in_turn(runs, options, observer, settle)
+        _train_in_turn(runs, options, observer, settle, settle_run)
     elif jobs > 1:
         train_in_processes(runs, jobs, options, observer)
     else:
-        _train_seed_by_seed(runs, options, observer, settle)
+        _train_one_by_one(runs, options, observer, settle, settle_run)
     finish_study(study, runs, observer, isolated=isolated)
     return runs
 
@@ -310,19 +311,20 @@ def _alone_with(folder: Path, observer: StudyObserver) -> Iterator[None]:
         yield
 
 
-def _train_seed_by_seed(
+def _train_one_by_one(
     runs: list[Run],
     options: TrainOptions,
     observer: StudyObserver,
     settle: Callable[[int], None],
+    settle_run: Callable[[Run], None],
 ) -> None:
-    first = 1
-    for seed in dict.fromkeys(run.seed for run in runs):
-        its_runs = [run for run in runs if run.seed == seed]
-        train_in_processes(its_runs, 1, options, observer, first=first, total=len(runs))
-        first += len(its_runs)
+    """Train each run in processes of its own, and settle it and, with its last run, its seed."""
+    for index, run in enumerate(runs, start=1):
+        train_in_processes([run], 1, options, observer, first=index, total=len(runs))
+        settle_run(run)
         # after each seed, so that a study stopped half-way has those of its whole seeds
-        settle(seed)
+        if index == len(runs) or runs[index].seed != run.seed:
+            settle(run.seed)
 
 
 def _train_in_turn(
@@ -330,12 +332,14 @@ def _train_in_turn(
     options: TrainOptions,
     observer: StudyObserver,
     settle: Callable[[int], None],
+    settle_run: Callable[[Run], None],
 ) -> None:
     for index, run in enumerate(runs, start=1):
         if index > 1 and run.seed != runs[index - 2].seed:
             # after each seed, so that a study stopped half-way has those of its whole seeds
             settle(runs[index - 2].seed)
         if needs_no_training(run, observer):
+            settle_run(run)
             continue
         observer.run_started(index, len(runs), run.arm.name, run.seed, run.last_step)
         try:
@@ -346,6 +350,7 @@ def _train_in_turn(
             raise
         except Exception as error:
             observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
+        settle_run(run)
 
 
 def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> None:
@@ -365,6 +370,33 @@ def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> N
     link_equal_files(its_runs)
     if seed != runs[0].seed:
         drop_by_policy(folder, its_runs, keep)
+
+
+def _settle_run(runs: list[Run], keep: str, observer: StudyObserver, run: Run) -> None:
+    """Measure a run that has ended from the controls of its seed, and drop what is not kept of it.
+
+    So a seed never holds the snapshots of all its arms. Those that wait for faults to be planted on
+    them, and the controls themselves, stay.
+    """
+    if keep == "all" or is_control(run.arm.role):
+        return
+    its_runs = _of_seed(runs, run.seed)
+    ended = [each for each in its_runs if has_ended(each.paths)]
+    awaited = {x.paths for x in its_runs if is_control(x.arm.role)} | {run.paths}
+    if not awaited <= {each.paths for each in ended}:
+        return
+    folder = runs[0].paths.root.parent.parent
+    if run.seed == runs[0].seed and run.arm.name in _awaiting_assay(folder, its_runs):
+        return
+    with _alone_with(folder, observer):
+        update_distances(
+            folder,
+            run.seed,
+            {each.arm.name: each.paths for each in ended},
+            lambda arm, text: observer.run_noted(arm, run.seed, text),
+        )
+        others = {each.arm.name for each in ended} - {run.arm.name}
+        drop_by_policy(folder, ended, keep, spared=others)
 
 
 def _awaiting_assay(folder: Path, runs: list[Run]) -> set[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from stability.config.axes import CHANGES_WEIGHTS, touches
+from stability.config.roles import is_control
 from stability.records.paths import (
     checkpoint_steps,
     prediction_steps,
@@ -103,8 +104,8 @@ def most_at_once(runs: Sequence[Run], jobs: int) -> int:
 def check_disk(runs: Sequence[Run], out: Path, keep: str = "all") -> None:
     """ValueError if the disk of the folder `out` has no room for what `runs` have yet to write.
 
-    What `keep` drops of a seed goes when all runs of the seed have ended, before the next ones
-    need its room: of all seeds it counts once.
+    What `keep` drops goes when a run has ended, of a seed's controls when all its runs have, before
+    the next ones need its room.
     """
     needs = [(files_to_write(run), run) for run in runs]
     needed = sum(estimate.bytes for estimate, _ in needs) - _room_used_again(runs, keep)
@@ -123,18 +124,25 @@ def check_disk(runs: Sequence[Run], out: Path, keep: str = "all") -> None:
 
 
 def _room_used_again(runs: Sequence[Run], keep: str) -> int:
-    """Return the bytes that are dropped of the seeds but one: of that which drops least."""
+    """Return the bytes of what is dropped that are not needed at once with the rest.
+
+    Of each seed its controls are there together, and of its other runs one at a time; of the seeds
+    that one counts which needs least so.
+    """
     larger = any(touches(run.arm.diff, CHANGES_WEIGHTS) for run in runs)
-    dropped: dict[int, int] = {}
+    dropped, controls, other = 0, dict[int, int](), dict[int, int]()
     for run in runs:
-        last = run.last_step
+        gone = 0
         for what, (steps, size) in _yet_to_write(run).items():
-            gone = sum(
-                not keeps(run, keep, what, step=step, is_last=step == last, larger=larger)
+            gone += size * sum(
+                not keeps(run, keep, what, step=step, is_last=step == run.last_step, larger=larger)
                 for step in steps
             )
-            dropped[run.seed] = dropped.get(run.seed, 0) + gone * size
-    return sum(dropped.values()) - min(dropped.values(), default=0)
+        dropped += gone
+        stays = is_control(run.arm.role)
+        controls[run.seed] = controls.get(run.seed, 0) + gone * stays
+        other[run.seed] = max(other.get(run.seed, 0), gone * (not stays))
+    return dropped - min((controls[seed] + other[seed] for seed in controls), default=0)
 
 
 def files_to_write(run: Run) -> Estimate:

@@ -9,10 +9,12 @@ The study's `keep` says which snapshots stay: `all`; those of the baseline and o
 stay, since the pair contract reads them, and so do those of an arm whose change adds weights, with
 its baseline's: their sketches can't be compared. Checkpoints stay with `all` alone.
 
-Nothing is dropped of a seed before every run of it has ended, and all that reads its snapshots is
-on record: each drift, each distance, each assay. A manifest lists what it drops before the file
-goes, so that after a kill at any point the same call goes on. Leaves out the sketches, by which
-what was dropped is checked (`analysis.sketch_check`).
+Nothing is dropped before all that reads it is on record: each drift, each distance, each assay. The
+controls of a seed, from which its other arms are measured, stay until every run of it has ended.
+Any other run is dropped as soon as it has ended and was measured from them, where runs train one
+after another: what is between two such arms is then known by sketch. A manifest lists what it drops
+before the file goes, so that after a kill at any point the same call goes on. Leaves out the
+sketches, by which what was dropped is checked (`analysis.sketch_check`).
 """
 
 import contextlib
@@ -87,7 +89,7 @@ def _link(like: Path, path: Path) -> bool:
 def drop_by_policy(
     study: Path, runs: Sequence[Run], keep: str, *, spared: Collection[str] = ()
 ) -> int:
-    """Drop what `keep` does not keep of `runs`, all those of one seed; return how many files.
+    """Drop what `keep` does not keep of `runs`, of one seed; return how many files went.
 
     Nothing is dropped while a run has not ended, or a distance is not on record; nor of arms that
     are `spared`, whose weights something else is to be measured of.

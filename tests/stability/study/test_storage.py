@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -18,8 +19,9 @@ from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps, sketch_steps, snapshot_steps
 from stability.records.run_files import damage
 from stability.study import storage
-from stability.study.run_study import changed_protocol, check_study, plan_study
-from tests.conftest import write_tiny
+from stability.study.run_study import changed_protocol, check_study, plan_study, run_study
+from stability.study.train_run import TrainOptions
+from tests.conftest import SilentObserver, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +108,62 @@ def test_the_policy_says_what_stays_and_every_answer_is_the_same(keep, settle, w
     study = load_study(write_tiny(folder.parent, text_file, edited(keep)))
     assert changed_protocol(study, folder.parent) == []
     assert (size(folder) < 0.8 * size(whole / "tiny")) == (keep != "all") or keep == "reference"
+
+
+MORE = {
+    "flash_all_bf16": {"attention": {"implementation": "flash", "profile": "all_bf16"}},
+    "init_seed": {"seed": {"init_offset": 1000}},
+}
+
+
+class _Looking(SilentObserver):
+    """Notes which snapshots of a seed are there whenever one of its runs begins."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.seen = folder, []
+
+    def run_started(self, index, total, arm, seed, steps):
+        its = {name: RunPaths.for_run(self.folder, name, seed) for name in ARMS | MORE}
+        held = {name: snapshot_steps(paths) for name, paths in its.items()}
+        self.seen.append((arm, {name for name, found in held.items() if found not in ([], [0])}))
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_an_arm_is_dropped_once_it_is_measured_from_the_controls(tmp_path, text_file, isolated):
+    """So that a seed holds the snapshots of its controls, and of one arm more, at any time."""
+    controls = {"baseline", "rerun", "nudge", "reference"}
+    found = {}
+    for keep in ("none", "all"):
+        study = load_study(write_tiny(tmp_path, text_file, edited(keep, ARMS | MORE)))
+        observer = _Looking(tmp_path / keep / "tiny")
+        run_study(
+            study,
+            tmp_path / keep,
+            options=TrainOptions(wandb_mode="disabled"),
+            observer=observer,
+            isolated=isolated,
+        )
+        found[keep] = read_study(tmp_path / keep / "tiny")
+        beside = {arm: there - controls for arm, there in observer.seen if arm not in controls}
+        if keep == "none":
+            assert beside == {"flash": set(), "flash_all_bf16": set(), "init_seed": set()}
+        else:
+            assert beside["init_seed"] == {"flash", "flash_all_bf16"}
+    online, whole = (study_distances(study, [0])[0] for study in found.values())
+    for step in (2, 4, 6):
+        one, other = online.weights[step], whole.weights[step]
+        sketched = {frozenset(pair) for pair in one.sketched}
+        assert sketched == {frozenset(x) for x in combinations(("flash", *MORE), 2)}
+        for a, b in combinations(ARMS | MORE, 2):
+            values = [
+                m.rows[list(m.parents).index(a)][list(m.parents).index(b)] for m in (one, other)
+            ]
+            is_exact = frozenset((a, b)) not in sketched
+            assert values[0] == pytest.approx(values[1], rel=0 if is_exact else 0.01), (a, b)
+    verdicts = [judge_arms(study, study.policy).to_dict() for study in found.values()]
+    assert json.dumps(verdicts[0], default=str) == json.dumps(verdicts[1], default=str)
+    assert {check.state for check in check_pairs(found["none"], every_drift=True)} == {"holds"}
 
 
 def test_equal_files_are_stored_once_and_neither_can_change_the_other(whole, tmp_path):
