@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.record_types import PAIR, Count, Number
+from stability.records.run_files import predictions_of, snapshot_of
 from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = [
@@ -143,13 +144,13 @@ def with_parents(
     """Return the rows whose parents are the files that the manifests of `runs` list, by arm."""
 
     def checked(
-        matrices: Mapping[int, DistanceMatrix], file: Callable[[RunPaths, int], Path]
+        matrices: Mapping[int, DistanceMatrix], file: Callable[[RunPaths, Manifest, int], Path]
     ) -> dict[int, DistanceMatrix]:
         def listed(arm: str, step: int) -> str | None:
             if arm not in runs:
                 return None
             paths, manifest = runs[arm]
-            return manifest.all_files.get(paths.name_of(file(paths, step)))
+            return manifest.all_files.get(paths.name_of(file(paths, manifest, step)))
 
         found = {
             step: matrix.only(lambda arm, parent, step=step: listed(arm, step) == parent)
@@ -159,8 +160,8 @@ def with_parents(
 
     return SeedDistances(
         seed=distances.seed,
-        weights=checked(distances.weights, RunPaths.snapshot),
-        predictions=checked(distances.predictions, RunPaths.predictions),
+        weights=checked(distances.weights, snapshot_of),
+        predictions=checked(distances.predictions, predictions_of),
     )
 
 

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from stability.analysis.distance_check import other_distances
 from stability.analysis.study_check import check_pairs
+from stability.analysis.study_distances import study_distances
 from stability.analysis.study_records import read_study
 from stability.config.load import load_study
 from stability.metrics.drift import drift
@@ -128,6 +129,8 @@ def test_every_number_on_record_is_that_of_the_snapshots(study):
     assert other_distances(recorded, every=True) == []
     weights = read_distances(study, 0).weights
     assert list(weights) == STEPS
+    # and a verdict rests on them, whatever holds the snapshots
+    assert study_distances(recorded, [0])[0].weights == weights
     assert weights[4].between("baseline", "rerun") == 0
     assert weights[4].between("baseline", "one") > 0
     # at the start the bits are the same in every layout, though the files are not
