@@ -82,7 +82,7 @@ MISTAKES = {
     ),
     "a Trainer of two nodes": (
         lambda c: c["base"]["train"].update(trainer={"num_nodes": 2, "strategy": "ddp"}),
-        "base.train.trainer.num_nodes: must not be given, got 2: a run trains in one process",
+        "base.train.trainer.num_nodes: must not be given, got 2: a run is laid out over ranks",
     ),
     "a wrong value": (lambda c: c["base"]["train"].update(steps="many"), "train.steps"),
 }
