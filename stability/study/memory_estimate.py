@@ -47,13 +47,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import torch
-
 from attention_kernels.formats import FORMATS, Format, format_named
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_BASELINE_PROFILE
 from stability.config.parallel import ParallelConfig
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
+from stability.study.assemble import resolve_device
 from stability.study.model_size import size_of
 
 __all__ = [
@@ -155,14 +154,9 @@ def estimate_memory(config: ArmConfig, until: int) -> Estimate:
         [state.over(layout.shard * layout.tensor), *(part.over(layout.tensor) for part in rest)]
         for state, *rest in moments
     ]
-    if layout.ranks > 1 and not is_on_gpu(whole):
+    if layout.ranks > 1 and resolve_device(whole).type != "cuda":
         of_rank.append([_state(config, widths, 1)])
     return max(map(_estimate, of_rank), key=lambda estimate: estimate.bytes)
-
-
-def is_on_gpu(config: ArmConfig) -> bool:
-    """Return whether a run of `config` computes on a GPU here."""
-    return config.train.accelerator != "cpu" and torch.cuda.is_available()
 
 
 def kept_for_backward(config: ArmConfig) -> list[Part]:

@@ -42,7 +42,7 @@ from stability.study.assays import failed_arms
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.attention_trial import try_attention
 from stability.study.distances import update_distances
-from stability.study.fresh_process import call_for
+from stability.study.fresh_process import call_alone, call_for
 from stability.study.processes import train_in_processes
 from stability.study.remade_drifts import remake_drifts
 from stability.study.run import (
@@ -158,7 +158,10 @@ def check_study(
         check_disk(to_train, runs[0].paths.root.parent.parent, keep)
         for its_runs in arms.values():
             # the first run of each arm: those of further seeds may train without a probe
-            call(its_runs[0].config, _check_parts, its_runs[0].config)
+            config = its_runs[0].config
+            # by a process that ends: this one would hold a GPU for as long as the runs need it
+            is_alone = isolated and resolve_device(config).type == "cuda"
+            (call_alone if is_alone else partial(call, config))(_check_parts, config)
     except ValueError as error:
         raise StudyError(str(error)) from error
     return damaged

@@ -82,6 +82,21 @@ def test_a_kernel_that_rounds_by_a_key_is_given_one():
     assert calls[0][3]["rounding_key"][:2] == (0, 0)
 
 
+@pytest.mark.parametrize(("isolated", "device"), [(True, "cuda"), (True, "cpu"), (False, "cuda")])
+def test_the_process_of_a_study_holds_no_gpu(write_study, tmp_path, monkeypatch, isolated, device):
+    """Runs that need all of it, or a GPU that takes one process at a time, come after it."""
+    alone, here = [], []
+    monkeypatch.setattr(run_study, "resolve_device", lambda _: torch.device(device))
+    monkeypatch.setattr(run_study, "call_alone", lambda function, config: alone.append(config))
+    monkeypatch.setattr(run_study, "try_attention", lambda *_: here.append(1))
+    runs = plan_study(load_study(write_study()), tmp_path / "runs")
+    check_study(runs, isolated=isolated)
+    arms = len({run.arm.name for run in runs})
+    on_gpu = device == "cuda"
+    assert len(alone) == arms * (isolated and on_gpu)
+    assert len(here) == arms * (not isolated and on_gpu)
+
+
 @pytest.mark.parametrize("place", ["attention", "shadow"])
 def test_a_study_is_refused_before_anything_is_written(write_study, tmp_path, monkeypatch, place):
     def edit(content):
