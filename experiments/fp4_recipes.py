@@ -12,7 +12,7 @@ Measured: at the weights after a short BF16 training, over batches of their own:
     After a training by each recipe: how far the weights are from BF16's, relative, and the loss on
     text that nobody trained on
 Refuted if: a recipe without an ingredient errs no more, and trains to no larger loss
-Sizes: cpu: 0.2 M weights, 100 steps, 12 batches, 5 seeds; gpu: 14 M weights, 1000 steps;
+Sizes: cpu: 0.2 M weights, 40 steps, 8 batches, 5 seeds; gpu: 14 M weights, 1000 steps;
     quick: 11,000 weights, 4 steps, 3 batches
 
     stability experiment fp4_recipes [--size cpu|gpu]
@@ -75,8 +75,8 @@ SIZES = {
     ),
     "cpu": Settings(
         model=ModelConfig(depth=4, width=64, heads=2, context=64, vocab_size=256),
-        steps=100,
-        looks=12,
+        steps=40,
+        looks=8,
     ),
     "gpu": Settings(
         model=ModelConfig(depth=8, width=384, heads=6, context=256, vocab_size=256),
@@ -100,8 +100,8 @@ def measure(settings: Settings) -> Findings:
         rows=rows,
         explain=lambda: (
             "The model is small and the training short: a loss that each ingredient moves by less "
-            "than seeds scatter it is no proof against it at 12 billion weights. The gradient's "
-            "error and the distance from BF16 tell the ingredients apart"
+            "than seeds scatter it is no proof against it at 12 billion weights, and of the "
+            "gradient one batch's error says nothing of what adds up over a training"
         ),
     )
 
@@ -233,7 +233,7 @@ def _difference(rows: Rows, figure: str, recipe: str, other: str) -> BySeed:
 
 
 def _published(rows: Rows) -> list[StatedTest]:
-    """State that all four come near a wider format, and that each of the four is needed."""
+    """State that all four come near a wider format, and that each is needed, by loss and error."""
     excess = over(*(by_seed(rows, name, recipe=WHOLE) for name in ("excess", "bf16_loss")))
     near = mean_within(
         f"{WHOLE}: the held-out loss is within 1.5 % of BF16's",
@@ -251,13 +251,23 @@ def _published(rows: Rows) -> list[StatedTest]:
         )
         for name in LEFT_OUT
     ]
-    return [near, *needed]
+    error = {name: by_seed(rows, "error", recipe=name) for name in RECIPES}
+    # not of stochastic rounding: to nearest each gradient errs less far, as the control says
+    further = [
+        ratio_within(
+            f"{name}: the gradient errs further than with {WHOLE}",
+            error[name],
+            error[WHOLE],
+            above=1,
+        )
+        for name in (UNROTATED, IN_ROWS, EVERY_LAYER)
+    ]
+    return [near, *needed, *further]
 
 
 def _controls(rows: Rows) -> list[StatedTest]:
-    """State what rounding itself implies of a gradient's error, and of the way of a training."""
+    """State what rounding itself implies of a gradient's error."""
     error = {name: by_seed(rows, "error", recipe=name) for name in RECIPES}
-    distance = {name: by_seed(rows, "distance", recipe=name) for name in RECIPES}
     return [
         ratio_within(
             "MXFP8: the gradient errs less than half as far as in NVFP4",
@@ -276,15 +286,6 @@ def _controls(rows: Rows) -> list[StatedTest]:
             {x: 100 * y for x, y in _difference(rows, "coherent", NEAREST, WHOLE).items()},
             unit="%",
             above=0,
-        ),
-        ratio_within(
-            f"{EVERY_LAYER}: the gradient errs further", error[EVERY_LAYER], error[WHOLE], above=1
-        ),
-        ratio_within(
-            f"{EVERY_LAYER}: training ends further from BF16's weights",
-            distance[EVERY_LAYER],
-            distance[WHOLE],
-            above=1,
         ),
     ]
 
