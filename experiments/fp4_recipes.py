@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
 from experiments.kit.plots import draw_dots
@@ -55,6 +55,9 @@ RECIPES = {
 WHOLE, NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER, MXFP8 = RECIPES
 LEFT_OUT = (NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER)
 BF16, EXACT = "bf16-mixed", "64-true"
+EXPLANATION = """The model is small and the training short: a loss that each ingredient moves by less
+than seeds scatter it is no proof against it at 12 billion weights, and of the gradient one batch's
+error says nothing of what adds up over a training"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,20 +101,14 @@ def measure(settings: Settings) -> Findings:
         published=_published(rows),
         controls=_controls(rows),
         rows=rows,
-        explain=lambda: (
-            "The model is small and the training short: a loss that each ingredient moves by less "
-            "than seeds scatter it is no proof against it at 12 billion weights, and of the "
-            "gradient one batch's error says nothing of what adds up over a training"
-        ),
+        explain=lambda: EXPLANATION.replace("\n", " "),
     )
 
 
 def _of_seed(settings: Settings, blocks: Tensor, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the figures of each recipe at one seed."""
     held_out = held_out_indices(len(blocks), 0.02)
-    is_trained = torch.ones(len(blocks), dtype=torch.bool)
-    is_trained[held_out] = False
-    trained = blocks[is_trained]
+    trained = blocks[~torch.isin(torch.arange(len(blocks)), held_out)]
     unseen = blocks[held_out[: 4 * settings.batch_size]].to(settings.device)
 
     def batch(number: int) -> Tensor:
@@ -120,8 +117,8 @@ def _of_seed(settings: Settings, blocks: Tensor, seed: int) -> Iterator[dict[str
 
     start = _Training(settings, BF16, seed)
     start.train(batch, settings.steps)
-    plain = start.weights
-    loss = start.loss(unseen)
+    plain, loss = start.weights, start.loss(unseen)
+    way = _flat(plain)
     looks = [batch(settings.steps + number) for number in range(settings.looks)]
     exact = [
         _flat(_gradients(settings, EXACT, seed).of(plain, x, "candidate", False)) for x in looks
@@ -133,7 +130,7 @@ def _of_seed(settings: Settings, blocks: Tensor, seed: int) -> Iterator[dict[str
             "recipe": name,
             "seed": seed,
             **_gradient_error(settings, precision, seed, plain, looks, exact),
-            "distance": _distance(training.weights, plain),
+            "distance": ((_flat(training.weights) - way).norm() / way.norm()).item(),
             "excess": training.loss(unseen) - loss,
             "bf16_loss": loss,
         }
@@ -143,26 +140,20 @@ class _Training:
     """A model and its optimizer, whose gradients are those of a run in `precision`."""
 
     def __init__(self, settings: Settings, precision: str, seed: int) -> None:
-        attention = [_attend(settings)] * settings.model.depth
-        model = build_decoder(settings.model, attention, seed=seed)
+        model = build_decoder(settings.model, _attentions(settings), seed=seed)
         initialise(model, seed, settings.model)
         self._gradients = _gradients(settings, precision, seed)
-        self.weights: Mapping[str, nn.Parameter] = dict(
-            model.to(settings.device).named_parameters()
-        )
+        self.weights = dict(model.to(settings.device).named_parameters())
         self._model = model
 
     def train(self, batch: Any, steps: int) -> None:
         """Make as many updates by AdamW, with a warm-up over the first fifth."""
         optimizer = AdamW(self.weights.values(), lr=1e-3, weight_decay=0.1)
-        warm_up = max(1, steps // 5)
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / warm_up)
-        )
+        rate = [min(1.0, (step + 1) / max(1, steps // 5)) for step in range(steps + 1)]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate.__getitem__)
         for step in range(steps):
-            keys = self._gradients.keys
-            assert keys is not None
-            keys.step, keys.call = step, 0
+            assert self._gradients.keys is not None
+            self._gradients.keys.step, self._gradients.keys.call = step, 0
             found = self._gradients.of(self.weights, batch(step), "candidate", False)
             for name, weight in self.weights.items():
                 weight.grad = found[name]
@@ -175,13 +166,14 @@ class _Training:
         return next_token_loss(self._model(batch[:, :-1]), batch).item()
 
 
-def _attend(settings: Settings) -> Any:
+def _attentions(settings: Settings) -> list[Any]:
     config = AttentionConfig(implementation="sdpa")
-    return resolve_attention(config, torch.device(settings.device)).function
+    device = torch.device(settings.device)
+    return [resolve_attention(config, device).function] * settings.model.depth
 
 
 def _gradients(settings: Settings, precision: str, seed: int) -> ModelGradients:
-    attention = [_attend(settings)] * settings.model.depth
+    attention = _attentions(settings)
     return ModelGradients(
         config=settings.model,
         precision=precision,
@@ -222,14 +214,9 @@ def _flat(gradient: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.double().flatten() for value in gradient.values()])
 
 
-def _distance(weights: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> float:
-    ours, theirs = _flat(weights), _flat(plain)
-    return ((ours - theirs).norm() / theirs.norm()).item()
-
-
-def _difference(rows: Rows, figure: str, recipe: str, other: str) -> BySeed:
-    one, two = (by_seed(rows, figure, recipe=name) for name in (recipe, other))
-    return {seed: one[seed] - two[seed] for seed in one}
+def _more(rows: Rows, figure: str, recipe: str, times: float = 1) -> BySeed:
+    one, two = (by_seed(rows, figure, recipe=name) for name in (recipe, WHOLE))
+    return {seed: times * (one[seed] - two[seed]) for seed in one}
 
 
 def _scatter(rows: Rows, recipe: str) -> BySeed:
@@ -241,32 +228,25 @@ def _scatter(rows: Rows, recipe: str) -> BySeed:
 def _published(rows: Rows) -> list[StatedTest]:
     """State that all four come near a wider format, and that each is needed, by loss and error."""
     excess = over(*(by_seed(rows, name, recipe=WHOLE) for name in ("excess", "bf16_loss")))
-    near = mean_within(
-        f"{WHOLE}: the held-out loss is within 1.5 % of BF16's",
-        {seed: 100 * value for seed, value in excess.items()},
-        unit="%",
-        above=-1.5,
-        below=1.5,
-    )
+    percent = {seed: 100 * value for seed, value in excess.items()}
+    said = f"{WHOLE}: the held-out loss is within 1.5 % of BF16's"
+    near = mean_within(said, percent, unit="%", above=-1.5, below=1.5)
     needed = [
         mean_within(
             f"{name}: the held-out loss is larger than with {WHOLE}",
-            _difference(rows, "excess", name, WHOLE),
+            _more(rows, "excess", name),
             unit="nats",
             above=0,
         )
         for name in LEFT_OUT
     ]
-    error = {name: by_seed(rows, "error", recipe=name) for name in RECIPES}
     # not of stochastic rounding, which scatters each gradient, and is meant for what adds up
+    error = {name: by_seed(rows, "error", recipe=name) for name in RECIPES}
     further = [
         ratio_within(
-            f"{name}: the gradient errs further than with {WHOLE}",
-            error[name],
-            error[WHOLE],
-            above=1,
+            f"{x}: the gradient errs further than with {WHOLE}", error[x], error[WHOLE], above=1
         )
-        for name in (UNROTATED, IN_ROWS, EVERY_LAYER)
+        for x in (UNROTATED, IN_ROWS, EVERY_LAYER)
     ]
     return [near, *needed, *further]
 
@@ -289,7 +269,7 @@ def _controls(rows: Rows) -> list[StatedTest]:
         ),
         mean_within(
             f"{NEAREST}: a larger share of the error is the same at all batches",
-            {x: 100 * y for x, y in _difference(rows, "coherent", NEAREST, WHOLE).items()},
+            _more(rows, "coherent", NEAREST, 100),
             unit="%",
             above=0,
         ),
@@ -310,9 +290,10 @@ def draw(rows: Rows) -> Figure:
     """Draw the gradient's error, its share that stays, and the distance from BF16, by recipe."""
     figure = new_figure("column", 3.6)
     panels = figure.subplots(1, 3, sharey=True)
-    titles = {"error": "gradient's error", "coherent": "the same share", "distance": "distance"}
+    titles = {"error": "gradient's\nerror", "coherent": "of it the\nsame", "distance": "distance\n"}
     for axes, (value, title) in zip(panels, titles.items(), strict=True):
-        found = {name: list(by_seed(rows, value, recipe=name).values()) for name in RECIPES}
-        draw_dots(axes, {title: found})
-        axes.set_xlabel(title)
+        seeds = {name: by_seed(rows, value, recipe=name).values() for name in RECIPES}
+        draw_dots(axes, {title: {name: [100 * x for x in found] for name, found in seeds.items()}})
+        axes.set_xlabel(f"{title} (%)")
+        axes.locator_params(axis="x", nbins=3)
     return figure
