@@ -1,8 +1,7 @@
 """Which ingredients of NVIDIA's NVFP4 recipe carry its accuracy: in a gradient, and in a training.
 
 Claim: linear layers train in NVFP4 with a loss near FP8's if gradients are rounded stochastically,
-    the operands of wgrad rotated by random Hadamard matrices, weights scaled in squares and the
-    last layers left in BF16; each of the four is needed
+    operands of wgrad rotated, weights scaled in squares and the last layers in BF16; each is needed
 Source: arXiv 2509.25149, sections 3 and 4
 Published: the loss of 12 billion weights stays within 1 to 1.5 % of FP8's over 10 trillion tokens
     with all four; figures for single ingredients exist as images of loss curves only
@@ -55,8 +54,8 @@ RECIPES = {
 WHOLE, NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER, MXFP8 = RECIPES
 LEFT_OUT = (NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER)
 BF16, EXACT = "bf16-mixed", "64-true"
-EXPLANATION = """The model is small and the training short: a loss that each ingredient moves by less
-than seeds scatter it is no proof against it at 12 billion weights, and of the gradient one batch's
+EXPLANATION = """The model is small and the training short: a loss that each ingredient moves by
+less than seeds scatter it is no proof against it at 12 billion weights, and of the gradient one batch's
 error says nothing of what adds up over a training"""
 
 
