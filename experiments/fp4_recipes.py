@@ -55,8 +55,8 @@ WHOLE, NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER, MXFP8 = RECIPES
 LEFT_OUT = (NEAREST, UNROTATED, IN_ROWS, EVERY_LAYER)
 BF16, EXACT = "bf16-mixed", "64-true"
 EXPLANATION = """The model is small and the training short: a loss that each ingredient moves by
-less than seeds scatter it is no proof against it at 12 billion weights, and of the gradient one batch's
-error says nothing of what adds up over a training"""
+less than seeds scatter it is no proof against it at 12 billion weights, and of the gradient one
+batch's error says nothing of what adds up over a training"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
