@@ -1,9 +1,10 @@
 """Takes gradient evidence of a run at due steps, and logs `gradient/...`.
 
 A look at step s is at the weights after s updates and at the batch that they are trained on next
-(its first micro-batch, where gradients are accumulated), before that training step begins. Leaves
-out how a gradient is computed, which is the caller's, and what is measured of it
-(`probe.gradient_evidence`).
+(its first micro-batch, where gradients are accumulated), before that training step begins. Of a run
+over ranks the first one looks, at its own samples, with all weights; the others do no more than
+send their parts. Leaves out how a gradient is computed, which is the caller's, and what is measured
+of it (`probe.gradient_evidence`).
 """
 
 from collections.abc import Mapping
@@ -67,9 +68,16 @@ class GradientProbe(UpdateCallback):
             self._look(trainer, batch)
 
     def _look(self, trainer: Trainer, batch: Tensor) -> None:
+        weights = {}
+        for name, value in self._model.named_parameters():
+            gathered = whole(value.detach())
+            if trainer.is_global_zero:
+                weights[name] = gathered
+        if not trainer.is_global_zero:
+            return
         take = partial(
             self._gradients,
-            {name: whole(value.detach()) for name, value in self._model.named_parameters()},
+            weights,
             batch[: self._sequences or None],
             scale=_loss_scale(trainer),
         )

@@ -21,7 +21,7 @@ from stability.model.held_out import log_probabilities, mean_loss
 from stability.model.layouts import check_replicas
 from stability.model.ranks import ALONE, Ranks
 from stability.recorder.following import FollowingWitness, FollowingWriter
-from stability.recorder.inside.batch_hash import hash_samples
+from stability.recorder.inside.batch_hash import hash_in_order, hash_inputs
 from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
 
@@ -106,8 +106,12 @@ class TrainerDoor(UpdateCallback):
 
     def after_batch(self, trainer: Trainer, outputs: Any, batch: Any) -> None:
         """Add a micro-batch."""
+        samples, _, _ = hash_inputs([batch])
+        # parts of one size: its number, counted over ranks, says at which place of the update it is
+        part = self._ranks.rank // self._parallel.tensor * self._parallel.accumulate
+        first = (part + len(self._hashes)) * len(samples)
         self._losses.append(outputs["loss"].detach())
-        self._hashes.append(hash_samples([batch])[0])
+        self._hashes.append(hash_in_order(samples, 0, first))
 
     def after_update(self, trainer: Trainer, step: int) -> None:
         """Record the update, and the weights if they are due."""

@@ -35,6 +35,8 @@ class _Queue:
     """Runs in training."""
     disk_full: str = ""
     """The message of a child that found the disk full; empty if none has."""
+    on_end: Callable[[Run], None] = lambda _: None
+    """Called with each run that has ended or failed, or will not be started."""
 
     def ready(self) -> tuple[int, Run] | None:
         """Return the first run whose baseline is neither waiting nor in training, or None."""
@@ -65,20 +67,20 @@ def train_in_processes(
     jobs: int,
     options: TrainOptions,
     observer: StudyObserver,
-    *,
-    first: int = 1,
-    total: int = 0,
+    on_end: Callable[[Run], None] = lambda _: None,
 ) -> None:
     """Train `runs`, up to `jobs` at once, and report the progress of all to `observer`.
 
-    They are numbered from `first` in a study of `total`; 0 is as many as they are. A
-    KeyboardInterrupt is sent on to every child and raised once all have stopped. After a
-    DiskFullError in a child no other run starts; it is raised here once those in training end.
+    `on_end` is called with each run that has ended or failed, or is not started since it has ended
+    before or its baseline did not; before it has returned no other run starts. A KeyboardInterrupt
+    is sent on to every child and raised once all have stopped. After a DiskFullError in a child no
+    other run starts; it is raised here once those in training end. What `on_end` raises interrupts
+    the others too.
     """
-    queue = _Queue(list(enumerate(runs, start=first)))
+    queue = _Queue([*enumerate(runs, start=1)], on_end=on_end)
 
     def start() -> None:
-        _start_ready(queue, total or len(runs), jobs, options, observer)
+        _start_ready(queue, len(runs), jobs, options, observer)
 
     _bring_to_end(queue, start, observer)
 
@@ -107,7 +109,7 @@ def _bring_to_end(queue: _Queue, start: Callable[[], None], observer: StudyObser
             start()
             if queue.active:
                 _listen_to_all(queue, observer)
-    except KeyboardInterrupt:
+    except BaseException:
         for each in queue.active:
             each.interrupt()
         for each in queue.active:
@@ -127,6 +129,7 @@ def _start_ready(
         queue.waiting.remove(pair)
         index, run = pair
         if needs_no_training(run, observer):
+            queue.on_end(run)
             continue
         observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
         queue.active.append(RankProcesses.start(run, options, queue.free_slot(_ranks(run))))
@@ -147,4 +150,7 @@ def _listen_to_all(queue: _Queue, observer: StudyObserver) -> None:
         each.look_elsewhere()
         if each.remaining == 0:
             each.kill()
+    ended = [each for each in queue.active if not each.members]
     queue.active = [each for each in queue.active if each.members]
+    for each in ended:
+        queue.on_end(each.run)

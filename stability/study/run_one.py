@@ -2,8 +2,9 @@
 
 Several such processes may train in one study's folder at once, on one machine or on several that
 share a disk. A run over ranks may have a process for each rank, which `follow_one` is for all but
-the first. Leaves out what follows the runs: whoever calls `run_study` once all are trained, or
-`finish_study`, has it measured.
+the first. Where the study drops what need not stay, the process that trained a run does so once it
+can (`settle`). Leaves out what else follows the runs: whoever calls `run_study` once all are
+trained, or `finish_study`, has it measured.
 """
 
 import os
@@ -22,6 +23,7 @@ from stability.study.processes import train_in_processes, train_one_rank
 from stability.study.rank_tasks import RankTask, failure_of, meeting
 from stability.study.run import Run, has_ended, needs_no_training, reopen
 from stability.study.run_study import check_study, plan_study, sealed_under
+from stability.study.settle import settle_ended
 from stability.study.storage import baselines_to_restore
 from stability.study.train_run import TrainOptions
 
@@ -57,7 +59,23 @@ def run_one(
     if task is None:
         run = _checked(study, out, runs, run, observer)
         train_in_processes([run], 1, options, observer)
-        return run
+    else:
+        run = _train_with_others(study, out, runs, run, task, options, observer)
+    if study.keep != "all":
+        settle_ended(runs, study.keep, observer, seed)
+    return run
+
+
+def _train_with_others(
+    study: StudyConfig,
+    out: Path,
+    runs: list[Run],
+    run: Run,
+    task: RankTask,
+    options: TrainOptions,
+    observer: StudyObserver,
+) -> Run:
+    """Train the first rank of `run` in this task, whose others train the other ranks."""
     task.check(run.config.parallel.ranks)
     parallel = run.config.parallel
     if options.check_observer and parallel.shard * parallel.tensor > 1:

@@ -6,9 +6,8 @@ process, whoever trained them. How one run is trained is left to `train_run`, ho
 to the observer, and runs on other machines to `execute`.
 """
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +19,10 @@ from stability.analysis.pair_contract import axis_of
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
-from stability.config.axes import touches
 from stability.config.convert import to_dict
-from stability.config.roles import is_control, order_of_role
+from stability.config.roles import order_of_role
 from stability.config.schema import BASELINE, ArmConfig
 from stability.config.study import StudyConfig
-from stability.records.assay import read_assay
 from stability.records.atomic_files import DiskFullError
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.protocol import (
@@ -35,16 +32,13 @@ from stability.records.protocol import (
     read_protocol,
     seal_protocol,
 )
-from stability.records.run_lock import hold
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_whole_run, update_assays
 from stability.study.assays import failed_arms
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.attention_trial import try_attention
-from stability.study.distances import update_distances
 from stability.study.fresh_process import call_alone, call_for
 from stability.study.processes import train_in_processes
-from stability.study.remade_drifts import remake_drifts
 from stability.study.run import (
     Run,
     check_existing,
@@ -53,8 +47,15 @@ from stability.study.run import (
     needs_no_training,
     reopen,
 )
+from stability.study.settle import (
+    alone_with,
+    awaiting_assay,
+    of_seed,
+    settle_ended,
+    settle_seed,
+)
 from stability.study.size_check import check_disk, check_memory
-from stability.study.storage import baselines_to_restore, drop_by_policy, link_equal_files
+from stability.study.storage import baselines_to_restore, drop_by_policy
 from stability.study.train_run import TrainOptions, train
 from stability.study.window import freeze_window
 
@@ -75,9 +76,6 @@ T = TypeVar("T")
 
 Training = Callable[[list[Run], StudyObserver], None]
 """Brings runs to their end, each after its baseline, and tells the observer how they went."""
-
-PAUSE_S = 1.0
-"""Between two looks whether another process has finished the study."""
 
 
 class StudyError(ValueError):
@@ -210,35 +208,33 @@ def run_study(
 
     Runs that have ended are kept, interrupted ones resumed, and damaged ones trained again. A
     failure is recorded in the run's manifest and the other runs go on, but a candidate whose
-    baseline failed is not started. Up to `jobs` runs train at once, each in a fresh process of its
-    own. Not `isolated`, they train one after another in this process, for a debugger: what one does
-    to the process, the next one finds. With `elsewhere` it is that which trains them, on machines
-    that may have what this one lacks. The protocol is sealed before the first of them, and an
-    older one is kept. DiskFullError where the disk is full: nothing that was written is lost.
-    ValueError as `check_study`, for a damaged protocol, and for `jobs` below 1.
+    baseline failed is not started. As each run ends, what need not stay of it is dropped. Up to
+    `jobs` runs train at once, each in a fresh process of its own. Not `isolated`, they train one
+    after another in this process, for a debugger: what one does to the process, the next one finds.
+    With `elsewhere` it is that which trains them, on machines that may have what this one lacks.
+    The protocol is sealed before the first of them, and an older one is kept. DiskFullError where
+    the disk is full: nothing that was written is lost. ValueError as `check_study`, for a damaged
+    protocol, and for `jobs` below 1.
     """
     if jobs < 1:
         raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
-    # side by side nothing is dropped before all runs have ended
-    keep = study.keep if isolated and jobs == 1 else "all"
     damaged = (
-        _check_records(runs) if elsewhere else check_study(runs, jobs, isolated=isolated, keep=keep)
+        _check_records(runs)
+        if elsewhere
+        else check_study(runs, jobs, isolated=isolated, keep=study.keep)
     )
     sealed = sealed_under(study, out, runs)
     for run, found in damaged:
         reopen(run, found, observer)
     runs = [replace(run, protocol=sealed) for run in runs]
-    settle = partial(_settle_alone, runs, study.keep, observer)
-    settle_run = partial(_settle_run, runs, study.keep, observer)
+    settle = _settling(runs, study.keep, observer)
     if elsewhere is not None:
         elsewhere(runs, observer)
-    elif not isolated:
-        _train_in_turn(runs, options, observer, settle, settle_run)
-    elif jobs > 1:
-        train_in_processes(runs, jobs, options, observer)
+    elif isolated:
+        train_in_processes(runs, jobs, options, observer, on_end=settle)
     else:
-        _train_one_by_one(runs, options, observer, settle, settle_run)
+        _train_in_turn(runs, options, observer, settle)
     finish_study(study, runs, observer, isolated=isolated)
     return runs
 
@@ -275,10 +271,10 @@ def finish_study(
     assays. If another process does it, this one waits for it, and finds nothing left to do.
     """
     folder = runs[0].paths.root.parent.parent
-    with _alone_with(folder, observer):
+    with alone_with(folder, observer):
         for seed in study.seeds:
-            # a second time where they were trained in turn: what is on record isn't measured again
-            _settle(runs, study.keep, observer, seed)
+            # a second time where it was whole: what is on record isn't measured again
+            settle_seed(runs, study.keep, observer, seed)
         freeze_window(folder)
         update_assays(
             folder,
@@ -289,145 +285,46 @@ def finish_study(
             measure=partial(assay_whole_run, observer=observer, isolated=isolated),
         )
         # the first seed's, which faults were planted on
-        first = _of_seed(runs, study.seeds[0])
-        spared = _awaiting_assay(folder, first) if study.keep != "all" else set()
+        first = of_seed(runs, study.seeds[0])
+        spared = awaiting_assay(first) if study.keep != "all" else set()
         if spared:
             # no fault is planted on those; if that changes with more seeds they are trained anew
             spared -= failed_arms(folder, study.policy)
         drop_by_policy(folder, first, study.keep, spared=spared)
 
 
-@contextmanager
-def _alone_with(folder: Path, observer: StudyObserver) -> Iterator[None]:
-    """Hold the lock of a study's folder, once whoever holds it has let go."""
-    with ExitStack() as stack:
-        is_told = False
-        while True:
-            try:
-                stack.enter_context(hold(RunPaths(folder)))
-                break
-            except BlockingIOError:
-                if not is_told:
-                    observer.study_noted("another process measures what follows the runs; waiting")
-                is_told = True
-            time.sleep(PAUSE_S)
-        yield
+def _settling(runs: list[Run], keep: str, observer: StudyObserver) -> Callable[[Run], None]:
+    """Return what is called with each run once it has ended, or will not be tried again."""
+    left = Counter(run.seed for run in runs)
 
+    def settle(run: Run) -> None:
+        left[run.seed] -= 1
+        settle_ended(runs, keep, observer, run.seed, is_over=not left[run.seed])
 
-def _train_one_by_one(
-    runs: list[Run],
-    options: TrainOptions,
-    observer: StudyObserver,
-    settle: Callable[[int], None],
-    settle_run: Callable[[Run], None],
-) -> None:
-    """Train each run in processes of its own, and settle it and, with its last run, its seed."""
-    for index, run in enumerate(runs, start=1):
-        train_in_processes([run], 1, options, observer, first=index, total=len(runs))
-        settle_run(run)
-        # after each seed, so that a study stopped half-way has those of its whole seeds
-        if index == len(runs) or runs[index].seed != run.seed:
-            settle(run.seed)
+    return settle
 
 
 def _train_in_turn(
-    runs: list[Run],
-    options: TrainOptions,
-    observer: StudyObserver,
-    settle: Callable[[int], None],
-    settle_run: Callable[[Run], None],
+    runs: list[Run], options: TrainOptions, observer: StudyObserver, settle: Callable[[Run], None]
 ) -> None:
     for index, run in enumerate(runs, start=1):
-        if index > 1 and run.seed != runs[index - 2].seed:
-            # after each seed, so that a study stopped half-way has those of its whole seeds
-            settle(runs[index - 2].seed)
-        if needs_no_training(run, observer):
-            settle_run(run)
-            continue
-        observer.run_started(index, len(runs), run.arm.name, run.seed, run.last_step)
-        try:
-            manifest = train(run, options, observer)
-            observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
-        except DiskFullError as error:
-            observer.run_ended(run.arm.name, run.seed, "interrupted", str(error))
-            raise
-        except Exception as error:
-            observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
-        settle_run(run)
+        if not needs_no_training(run, observer):
+            _train_here(index, len(runs), run, options, observer)
+        settle(run)
 
 
-def _settle(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> None:
-    """Measure what is missing of a seed, then store it in less room.
-
-    The first seed keeps its snapshots until faults were planted on them.
-    """
-    its_runs = _of_seed(runs, seed)
-    found = {run.arm.name: run.paths for run in its_runs}
-    folder = runs[0].paths.root.parent.parent
-
-    def note(arm: str, text: str) -> None:
-        observer.run_noted(arm, seed, text)
-
-    update_distances(folder, seed, found, note)
-    remake_drifts(folder, seed, found, note)
-    link_equal_files(its_runs)
-    if seed != runs[0].seed:
-        drop_by_policy(folder, its_runs, keep)
-
-
-def _settle_run(runs: list[Run], keep: str, observer: StudyObserver, run: Run) -> None:
-    """Measure a run that has ended from the controls of its seed, and drop what is not kept of it.
-
-    So a seed never holds the snapshots of all its arms. Those that wait for faults to be planted on
-    them, and the controls themselves, stay.
-    """
-    if keep == "all" or is_control(run.arm.role):
-        return
-    its_runs = _of_seed(runs, run.seed)
-    ended = [each for each in its_runs if has_ended(each.paths)]
-    awaited = {x.paths for x in its_runs if is_control(x.arm.role)} | {run.paths}
-    if not awaited <= {each.paths for each in ended}:
-        return
-    folder = runs[0].paths.root.parent.parent
-    if run.seed == runs[0].seed and run.arm.name in _awaiting_assay(folder, its_runs):
-        return
-    with _alone_with(folder, observer):
-        update_distances(
-            folder,
-            run.seed,
-            {each.arm.name: each.paths for each in ended},
-            lambda arm, text: observer.run_noted(arm, run.seed, text),
-        )
-        others = {each.arm.name for each in ended} - {run.arm.name}
-        drop_by_policy(folder, ended, keep, spared=others)
-
-
-def _awaiting_assay(folder: Path, runs: list[Run]) -> set[str]:
-    """Return the arms on whose weights faults are still to be planted, if anything goes on."""
-    if not any(run.arm.role == "broken" for run in runs):
-        return set()  # then none is made
-    changed = {
-        run.arm.name
-        for run in runs
-        if run.arm.role == "candidate" and touches(run.arm.diff, ("attention",))
-    }
-    return {name for name in changed if not _is_assayed(folder, name)}
-
-
-def _is_assayed(folder: Path, arm: str) -> bool:
+def _train_here(
+    index: int, total: int, run: Run, options: TrainOptions, observer: StudyObserver
+) -> None:
+    observer.run_started(index, total, run.arm.name, run.seed, run.last_step)
     try:
-        return read_assay(folder, arm) is not None
-    except ValueError:  # damaged: it is made anew
-        return False
-
-
-def _settle_alone(runs: list[Run], keep: str, observer: StudyObserver, seed: int) -> None:
-    with _alone_with(runs[0].paths.root.parent.parent, observer):
-        _settle(runs, keep, observer, seed)
-
-
-def _of_seed(runs: list[Run], seed: int) -> list[Run]:
-    return [run for run in runs if run.seed == seed]
+        manifest = train(run, options, observer)
+        observer.run_ended(run.arm.name, run.seed, manifest.state, manifest.message)
+    except DiskFullError as error:
+        observer.run_ended(run.arm.name, run.seed, "interrupted", str(error))
+        raise
+    except Exception as error:
+        observer.run_ended(run.arm.name, run.seed, "failed", f"{type(error).__name__}: {error}")
 
 
 def changed_protocol(study: StudyConfig, out: Path) -> list[str]:

@@ -11,9 +11,10 @@ its baseline's: their sketches can't be compared. Checkpoints stay with `all` al
 
 Nothing is dropped before all that reads it is on record: each drift, each distance, each assay. The
 controls of a seed, from which its other arms are measured, stay until every run of it has ended.
-Any other run is dropped as soon as it has ended and was measured from them, where runs train one
-after another: what is between two such arms is then known by sketch. A manifest lists what it drops
-before the file goes, so that after a kill at any point the same call goes on. Leaves out the
+Any other run is dropped as soon as it has ended and was measured from them (`settle`): what is
+between two such arms is then known by sketch, unless both ended before the last of the controls. A
+manifest lists what it drops before the file goes, so that after a kill at any point the same call
+goes on. Leaves out the
 sketches, by which what was dropped is checked (`analysis.sketch_check`).
 """
 

@@ -1,7 +1,8 @@
 """Hashes what a model is given in training, sample by sample.
 
 The hash of an update is the sum of its samples' hashes modulo 2**64, so it is the same in whatever
-order and micro-batches they come, and over however many ranks they are spread. It is computed where
+order and micro-batches they come, and over however many ranks they are spread; where each sample's
+place in the update is known, that is hashed with it (`hash_in_order`). It is computed where
 the tensors lie, in integers, and nothing waits for it. It guards against other batches, not against
 somebody who makes two batches of one hash.
 """
@@ -70,14 +71,17 @@ def hash_inputs(
         return mixed(samples), sums, keys
 
 
-def hash_in_order(samples: Tensor, call: int) -> Tensor:
+def hash_in_order(samples: Tensor, call: int, first: int = 0) -> Tensor:
     """Return a hash of samples with these hashes in their order, in one call of several.
 
-    It tells whether rows have changed places: where they are no samples, as the steps of a series
-    in PyTorch's LSTM, that is another batch.
+    They are at the places from `first` on: what is a sum over parts is that of the whole. It tells
+    whether rows have changed places: where they are no samples, as the steps of a series in
+    PyTorch's LSTM, that is another batch.
     """
     with torch.no_grad():
-        places = torch.arange(1, len(samples) + 1, dtype=torch.int64, device=samples.device)
+        places = torch.arange(
+            first + 1, first + len(samples) + 1, dtype=torch.int64, device=samples.device
+        )
         return mixed(samples + mixed(places * GOLDEN + signed64((call + 1) * FIRST))).sum()
 
 

@@ -171,6 +171,33 @@ def test_the_probe_measures_the_heads_and_samples_of_the_first_rank(base):
 
 
 @pytest.mark.slow
+def test_gradient_evidence_is_that_of_the_first_ranks_samples_however_weights_are_shared(base):
+    """Which are the first micro-batch's where one rank accumulates over as many."""
+    judged = replace(
+        base,
+        precision="bf16-mixed",
+        attention=AttentionConfig(implementation="flash", profile="all_bf16"),
+        probe=replace(
+            base.probe,
+            every=1,
+            gradient_every=1,
+            shadows=(AttentionConfig(),),
+            shadows_are="baseline",
+        ),
+    )
+    parts = replace(judged, parallel=ParallelConfig(accumulate=2))
+    one = train_all({"parts": parts}, ALONE)["parts"]["metrics"]
+    named = {name for name in one if name.startswith("gradient/")}
+    assert named
+    layouts = {name: TWO[name] for name in ("ddp", "fsdp")}
+    first, _ = call_over_ranks(2, train_all, laid_out(judged, layouts))
+    for layout in layouts:
+        found = first[layout]["metrics"]
+        # as texts: a share is NaN before there are two looks
+        assert all(repr(found[name]) == repr(one[name]) for name in named), layout
+
+
+@pytest.mark.slow
 def test_a_run_over_ranks_repeats_to_the_bit(base):
     again = {f"{name}, again": each for name, each in TWO.items()}
     first = call_over_ranks(2, train_all, laid_out(base, TWO | again, precision="16-mixed"))[0]

@@ -65,12 +65,16 @@ def test_what_follows_the_runs_is_measured_by_one_process(write_study, tmp_path,
     study, observer = load_study(write_study()), SilentObserver()
     runs = plan_study(study, tmp_path)
     monkeypatch.setattr("stability.records.run_lock.PATIENCE_S", 0.0)
-    monkeypatch.setattr("stability.study.run_study.PAUSE_S", 0.0)
+    monkeypatch.setattr("stability.study.settle.PAUSE_S", 0.0)
     steps: list[str] = []
-    for name in ("update_distances", "remake_drifts", "freeze_window", "update_assays"):
-        monkeypatch.setattr(
-            f"stability.study.run_study.{name}", lambda *rest, n=name, **k: steps.append(n)
-        )
+    for file, names in {
+        "settle": ("update_distances", "remake_drifts"),
+        "run_study": ("freeze_window", "update_assays"),
+    }.items():
+        for name in names:
+            monkeypatch.setattr(
+                f"stability.study.{file}.{name}", lambda *rest, n=name, **k: steps.append(n)
+            )
     other = hold(RunPaths(tmp_path / "tiny"))
     other.__enter__()
 
