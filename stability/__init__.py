@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from stability.intercept.transformers_candidate import register_transformers
     from stability.study.record_call import record
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "RecorderCallback",

@@ -7,7 +7,9 @@ import yaml
 
 from stability.analysis.pair_contract import axis_of
 from stability.analysis.sequential import LOOKS
+from stability.cli.main import main
 from stability.config.arms import expand
+from stability.config.command_study import expand_commands, is_command_study, load_command_study
 from stability.config.convert import from_dict
 from stability.config.load import load_study
 from stability.config.schema import ModelConfig
@@ -28,6 +30,9 @@ def test_model_preset_loads(path):
 def test_study_expands_into_arms_of_declared_axes(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     assert {"# Claim", "# Time", "# Run"} <= {line.split(":")[0] for line in header}
+    if is_command_study(path):
+        assert expand_commands(load_command_study(path, {}))
+        return
     study = load_study(path, None)
     axes = {arm.name: axis_of(arm, study.allow_many) for arm in expand(study)}
     assert axes["baseline"] == "none"
@@ -70,3 +75,17 @@ def test_quickstart_has_the_seeds_of_a_first_look_and_the_looks_of_coherence():
     assert len(judged) == 2
     for arm in judged:
         assert study.base.train.steps // arm.config.probe.gradient_every >= 20
+
+
+WORKFLOW = ROOT / "examples" / "ci" / "kernel_check.yml"
+
+
+def test_the_workflow_for_others_asks_what_the_verbs_take(capsys):
+    steps = yaml.safe_load(WORKFLOW.read_text())["jobs"]["check"]["steps"]
+    asked = [step["run"].split() for step in steps if step.get("run", "").startswith("stability ")]
+    assert [words[1] for words in asked] == ["check", "run", "verdict", "export"]
+    for words in asked:
+        with pytest.raises(SystemExit, match="0"):
+            main([words[1], "--help"])
+        known = capsys.readouterr().out
+        assert all(word in known for word in words if word.startswith("--")), words

@@ -1,4 +1,7 @@
-"""The wheel holds all of the packages, and makes a study without a clone beside it."""
+"""The wheel holds all of the packages, and makes a study without a clone beside it.
+
+So does the wheel that is built of the source distribution.
+"""
 
 import os
 import shutil
@@ -12,7 +15,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"stability": "stability", "kernels/attention_kernels": "attention_kernels"}
+PACKAGES = {
+    "stability": "stability",
+    "kernels/attention_kernels": "attention_kernels",
+    "configs": "stability/configs",
+    "examples": "stability/examples",
+    "experiments": "stability_experiments/experiments",
+}
 """The folders of the clone, and what the wheel calls them."""
 
 TRAINS = """
@@ -41,8 +50,12 @@ def tracked() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "-z", *PACKAGES], cwd=ROOT, check=True, capture_output=True, text=True
     )
-    # a file that was deleted and not yet committed is in no wheel
-    return [path for path in listed.stdout.split("\0") if path and (ROOT / path).exists()]
+    # a file that was deleted and not yet committed is in no wheel, nor are figures of results
+    return [
+        path
+        for path in listed.stdout.split("\0")
+        if path and (ROOT / path).exists() and not path.endswith(".png")
+    ]
 
 
 def run(*words: str | Path, cwd: Path) -> str:
@@ -56,16 +69,27 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy: no older build lies in that, and none is left in the clone."""
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build reads: no older build lies in it, and none is left in the clone."""
     copy = tmp_path_factory.mktemp("copy")
     for path in ("pyproject.toml", "README.md", "LICENSE", *tracked()):
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, copy / path)
-    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", "built"]
-    run(sys.executable, "-m", "pip", "wheel", *options, ".", cwd=copy)
-    (built,) = (copy / "built").glob("*.whl")
-    return built
+    return copy
+
+
+def build(source: Path, built: Path) -> Path:
+    """Return the wheel of a folder or of a source distribution."""
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", built]
+    run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=built.parent)
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel."""
+    return build(copy, tmp_path_factory.mktemp("wheel") / "built")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +118,22 @@ def test_the_wheel_holds_every_tracked_file_of_the_packages_and_no_other(wheel: 
     assert len(expected) > 300
     assert "stability/recorder/inside/startup/sitecustomize.py" in held
     assert held == expected
+
+
+@pytest.mark.slow
+def test_the_source_distribution_makes_the_same_wheel(
+    copy: Path, wheel: Path, tmp_path: Path
+) -> None:
+    hook = "from setuptools import build_meta; build_meta.build_sdist('sdist')"
+    run(sys.executable, "-c", hook, cwd=copy)
+    (source,) = (copy / "sdist").glob("*.tar.gz")
+    found = build(source, tmp_path / "built")
+    assert found.name == wheel.name
+    contents = [
+        {name: each.read(name) for name in each.namelist() if not name.endswith("RECORD")}
+        for each in map(zipfile.ZipFile, (found, wheel))
+    ]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.slow

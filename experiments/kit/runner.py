@@ -47,18 +47,22 @@ KEPT = ("cpu", "gpu")
 """Sizes whose results are kept; quick is for a first look and for tests."""
 
 
-def run_experiments(folder: Path, name: str | None, size: Size, redraw: bool) -> int:
+def run_experiments(
+    folder: Path, name: str | None, size: Size, redraw: bool, kept: Path | None = None
+) -> int:
     """Run the experiment `name` of `folder`, or `all`; without a name list them.
 
-    Returns an exit code: FAILS if a control is refuted or an experiment raises, else UNDECIDED if a
-    control is. What becomes of published statements does not change it. Raises ValueError for an
-    unknown name, and for the size gpu where there is no CUDA device. With `redraw` nothing runs:
-    figure and table are drawn anew.
+    Results go into `results` of `kept`, by default the folder itself, whose page is then written
+    anew. Returns an exit code: FAILS if a control is refuted or an experiment raises, else
+    UNDECIDED if a control is. What becomes of published statements does not change it. ValueError
+    for an unknown name, and for the size gpu where there is no CUDA device. With `redraw` nothing
+    runs: figure and table are drawn anew.
     """
-    known = names(folder)
+    known, kept = names(folder), kept or folder
     console = Console()
     if not name:
-        print_experiments([_described(folder, each) for each in known], _records(folder), console)
+        listed = [_described(folder, each) for each in known]
+        print_experiments(listed, _records(folder, kept), console)
         return 0
     if name not in (*known, "all"):
         raise ValueError(
@@ -67,21 +71,24 @@ def run_experiments(folder: Path, name: str | None, size: Size, redraw: bool) ->
         )
     chosen = known if name == "all" else [name]
     if redraw:
-        kept = [each for each in known if _result(folder, each, size).exists()]
-        for each in kept if name == "all" else chosen:
-            _draw(folder, each, size)
-        _write_page(folder)
+        measured = [each for each in known if _result(kept, each, size).exists()]
+        for each in measured if name == "all" else chosen:
+            _draw(folder, kept, each, size)
+        _write_page(folder, kept)
         return 0
     if size == "gpu" and not torch.cuda.is_available():
         raise ValueError(
             "experiment: size must be one that this machine can run, got 'gpu' without a CUDA "
             "device; try cpu"
         )
-    codes = {_run_and_keep(folder, each, size, console, others=len(chosen) > 1) for each in chosen}
+    others = len(chosen) > 1
+    codes = {_run_and_keep(folder, kept, each, size, console, others=others) for each in chosen}
     return next((code for code in (FAILS, UNDECIDED) if code in codes), HOLDS)
 
 
-def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, others: bool) -> int:
+def _run_and_keep(
+    folder: Path, kept: Path, name: str, size: str, console: Console, *, others: bool
+) -> int:
     """Run one experiment and return the exit code that its controls make.
 
     It is FAILS for an experiment that raised, if there are `others` still to run.
@@ -94,11 +101,11 @@ def _run_and_keep(folder: Path, name: str, size: str, console: Console, *, other
         console.print(f"{name}: {error}", markup=False, highlight=False)
         return FAILS
     if size in KEPT:  # first of all: it took minutes
-        write_experiment(_result(folder, name, size), record)
+        write_experiment(_result(kept, name, size), record)
     print_experiment(_described(folder, name), record, console)
     if size in KEPT:
-        _draw(folder, name, size)
-        _write_page(folder)
+        _draw(folder, kept, name, size)
+        _write_page(folder, kept)
     return {"holds": HOLDS, "refuted": FAILS, "undecided": UNDECIDED}[record.controls]
 
 
@@ -120,19 +127,22 @@ def load(folder: Path, name: str) -> ModuleType:
     return module
 
 
-def _draw(folder: Path, name: str, size: str) -> None:
+def _draw(folder: Path, kept: Path, name: str, size: str) -> None:
     """Draw the figure of the result on disk."""
-    path = _result(folder, name, size)
+    path = _result(kept, name, size)
     with paper_style():
         picture = picture_bytes(load(folder, name).draw(read_experiment(path).rows), "png")
     write_whole(path.with_suffix(".png"), lambda temporary: temporary.write_bytes(picture))
 
 
-def _write_page(folder: Path) -> None:
-    """Write the table and sections of experiments/README.md anew, from the records."""
+def _write_page(folder: Path, kept: Path) -> None:
+    """Write the table and sections of experiments/README.md anew, from the records beside it."""
+    if kept != folder:
+        return
     page = folder / "README.md"
     experiments = [_described(folder, name) for name in names(folder)]
-    write_text(page, filled_in(page.read_text(encoding="utf-8"), experiments, _records(folder)))
+    records = _records(folder, kept)
+    write_text(page, filled_in(page.read_text(encoding="utf-8"), experiments, records))
 
 
 def _run(folder: Path, name: str, size: str) -> ExperimentRecord:
@@ -156,19 +166,20 @@ def _run(folder: Path, name: str, size: str) -> ExperimentRecord:
     )
 
 
-def _result(folder: Path, name: str, size: str) -> Path:
-    return folder / "results" / f"{name}.{size}.json"
+def _result(kept: Path, name: str, size: str) -> Path:
+    return kept / "results" / f"{name}.{size}.json"
 
 
-def _records(folder: Path) -> dict[str, list[ExperimentRecord]]:
-    return {
-        name: [
-            read_experiment(_result(folder, name, size))
-            for size in KEPT
-            if _result(folder, name, size).exists()
+def _records(folder: Path, kept: Path) -> dict[str, list[ExperimentRecord]]:
+    """Return what is on record of each experiment: what was kept, or else what came with it."""
+    found: dict[str, list[ExperimentRecord]] = {}
+    for name in names(folder):
+        paths = [
+            next((path for path in both if path.exists()), None)
+            for both in ((_result(kept, name, size), _result(folder, name, size)) for size in KEPT)
         ]
-        for name in names(folder)
-    }
+        found[name] = [read_experiment(path) for path in paths if path]
+    return found
 
 
 def _described(folder: Path, name: str) -> Described:

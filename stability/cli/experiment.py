@@ -1,13 +1,16 @@
-"""`stability experiment NAME`: the door to the experiments of a checkout (`experiments/kit`).
+"""`stability experiment NAME`: the door to the experiments (`experiments/kit`).
 
-Experiments depend on this package, never the other way round, and are not part of the installed
-package. So this file only finds their folder and hands over to their own runner.
+Experiments depend on this package, never the other way round. So this file only finds their folder
+and has their own runner do it, in a process where they can be imported.
 """
 
-import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
+
+from stability.config import shipped
 
 __all__ = ["experiment"]
 
@@ -27,19 +30,18 @@ def experiment(
         size: cpu (minutes) and gpu (hours) are kept in experiments/; quick (seconds) is not
         redraw: run nothing; draw figure and table anew from the result that is kept
     """
-    folder = _experiments_folder()
-    if str(folder.parent) not in sys.path:
-        sys.path.insert(0, str(folder.parent))
-    runner = importlib.import_module("experiments.kit.runner")
-    return runner.run_experiments(folder, name, size, redraw)
+    here = Path.cwd() / "experiments"
+    folder = here if (here / "kit" / "runner.py").is_file() else shipped.experiments()
+    # of an installed package nothing is written over
+    kept = here if folder.parent.name == "stability_experiments" else folder
+    return _run_alone(folder, kept, name, size, redraw)
 
 
-def _experiments_folder() -> Path:
-    """Return the folder `experiments` here, or beside the package; ValueError if there is none."""
-    for root in (Path.cwd(), Path(__file__).parents[2]):
-        if (root / "experiments" / "kit" / "runner.py").is_file():
-            return root / "experiments"
-    raise ValueError(
-        f"experiment: must be run in a checkout of the repository, {Path.cwd()} has no folder "
-        "experiments; clone it, and run `make install` there"
-    )
+def _run_alone(folder: Path, kept: Path, name: str | None, size: str, redraw: bool) -> int:
+    """Run the runner of `folder` in a process of its own, and return its exit code."""
+    words = [str(folder), str(kept), name or "", size, "redraw" if redraw else ""]
+    searched = [str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(searched)}
+    # -P: a folder `experiments` of the user's is not taken for it
+    line = [sys.executable, "-P", "-m", "experiments.kit", *words]
+    return subprocess.run(line, env=environment, check=False).returncode

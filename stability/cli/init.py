@@ -9,6 +9,7 @@ from typing import Any
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
+from stability.cli.templates import Template, write_template
 from stability.config.commands import command_training, end_of_program
 from stability.config.convert import Place
 from stability.config.flags import PLACE, split_flags
@@ -23,25 +24,40 @@ TRIAL = 2
 
 
 def init(
-    name: str = "my_study",
+    name: str = "",
     to: Path = Path("study.yaml"),
     steps: int = 100,
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
+    template: Template | None = None,
 ) -> int:
-    """Try a command for two updates, and write a study of it with its controls.
+    """Write a first study: of a command, after a trial of two updates, or by a template.
 
-    What was seen of its training is said. The study has a baseline, a rerun and a nudge, and places
+    With --template nothing is tried: a study is written that runs as it is, beside the files that
+    it needs, and the next commands are said. Of a command what was seen of its training is said.
+    The study has a baseline, a rerun and a nudge, and places
     for a candidate, a reference and a broken arm. Exit code 1 if the trial is no training that can
     be recorded.
 
     Args:
-        name: the study's name
+        name: the study's name, by default the template's, or my_study
         to: the YAML file to write; one that is there is never written over
         steps: updates of every arm
         words: the command
         env: variables that are set for it
+        template: what the study asks of: a kernel of your own, the precision of linear layers, a
+            script of your own, the layout over ranks, or checkpoints that exist already
     """
+    if template is not None:
+        if words or env:
+            raise ValueError(
+                "init: either --template or a command must be given, got both; a command's study "
+                "needs no template"
+            )
+        if name:
+            check_name(name, Place(source="init: name"), ())
+        return write_template(template, to, name or f"my_{template}")
+    name = name or "my_study"
     check_name(name, Place(source="init: name"), ())
     if to.exists():
         raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")

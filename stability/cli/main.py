@@ -30,11 +30,16 @@ from stability.report.view.plain_text import readable
 __all__ = ["main"]
 
 VERBS = {
+    "demo": (
+        "stability.cli.demo",
+        "train the study that comes with this package",
+    ),
     "check": ("stability.cli.check", "say whether an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "estimate": ("stability.cli.estimate", "say what a study will take: hours, disk, memory"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
     "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),
+    "export": ("stability.cli.export", "pack a study into one file that others can verify"),
     "status": ("stability.cli.status", "show where every run stands: state, step, job, node"),
     "show": ("stability.cli.show", "print the ladder of a study, or all about one arm"),
     "report": ("stability.cli.report", "write the HTML report of a study"),
@@ -43,7 +48,7 @@ VERBS = {
     "workspace": ("stability.cli.workspace", "build a study's panels in the W&B app"),
     "fork": ("stability.cli.fork", "train on from a run's state with one thing changed"),
     "bisect": ("stability.cli.fork", "find the layers or rounding points that carry a change"),
-    "init": ("stability.cli.init", "write a study of any command, after a short trial of it"),
+    "init": ("stability.cli.init", "write a first study: of any command, or by --template"),
     "adopt": ("stability.cli.adopt", "make a study of checkpoints that exist already"),
     "record": ("stability.cli.record", "record the training of any command as an arm of a study"),
     "compare": ("stability.cli.compare", "measure the drift between any two sets of weights"),

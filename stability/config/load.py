@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from attention_kernels.testing.fault_names import FAULT_NAMES
+from stability.config import shipped
 from stability.config.arms import Arm, expand
 from stability.config.attentions import HEAD_DIMS, IMPLEMENTATIONS, takes_head_dim
 from stability.config.axes import CHANGES_WEIGHTS
@@ -148,8 +149,7 @@ def _with_preset(base: dict[str, Any], place: Place, study: Path) -> dict[str, A
 
 
 def _presets(study: Path) -> dict[str, Path]:
-    shipped = Path(__file__).parents[2] / "configs" / "model"
-    folders = (shipped, study.parent.parent / "model", study.parent / "model")
+    folders = (shipped.configs() / "model", study.parent.parent / "model", study.parent / "model")
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 

@@ -35,6 +35,7 @@ DEPENDENCIES = (
     "markupsafe",
     "matplotlib",
     "ml_dtypes",
+    "mkdocstrings-python",
     "numba",
     "numpy",
     "orjson",
@@ -60,6 +61,7 @@ DEPENDENCIES = (
     "uvicorn",
     "wandb",
     "wandb-workspaces",
+    "zensical",
 )
 """What this package needs, with its extras; theirs are found in what is installed. Written down
 here, since this package itself may run from its folder without being installed."""

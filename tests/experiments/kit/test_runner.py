@@ -11,7 +11,9 @@ from experiments.kit import runner as kit
 from experiments.kit.record import read_experiment
 from experiments.kit.results_table import BEGIN, END
 from experiments.kit.runner import load
+from stability.cli import experiment as verb
 from stability.cli.main import main
+from stability.config import shipped
 
 TOY = '''"""Toy numbers fall.
 
@@ -65,7 +67,13 @@ def folder(tmp_path, monkeypatch):
     (experiments / "kit").symlink_to(Path(kit.__file__).parent)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(verb, "_run_alone", _run_here)
     return experiments
+
+
+def _run_here(folder, kept, name, size, redraw):
+    """Do in this process, where it can be watched, what the verb has a process of its own do."""
+    return kit.run_experiments(folder, name, size, redraw, kept)
 
 
 def _said(capsys) -> str:
@@ -226,12 +234,34 @@ def test_the_commit_is_marked_only_if_code_differs_from_it(folder):
     assert read_experiment(result).commit == f"{commit}-changed"
 
 
-def test_outside_of_a_checkout_the_folder_beside_the_package_is_taken(
-    tmp_path, monkeypatch, capsys
-):
+def test_outside_of_a_checkout_the_folder_beside_the_package_is_taken(tmp_path, monkeypatch, capfd):
+    """By a process in which nobody's module of that name is in the way."""
+    (tmp_path / "experiments.py").write_text("raise RuntimeError")
     monkeypatch.chdir(tmp_path)
     assert main(["experiment"]) == 0
-    assert "stable_fig3" in capsys.readouterr().out
+    assert "stable_fig3" in capfd.readouterr().out
+    assert main(["experiment", "stable_fig33"]) == 2
+    assert "nearest: stable_fig3" in capfd.readouterr().err
+
+
+def test_an_installed_package_is_not_written_into(folder, tmp_path, monkeypatch, capsys):
+    installed = tmp_path / "packages" / "stability_experiments" / "experiments"
+    installed.parent.mkdir(parents=True)
+    folder.rename(installed)
+    monkeypatch.setattr(shipped, "experiments", lambda: installed)
+    page = (installed / "README.md").read_text()
+    assert main(["experiment", "toy"]) == 0
+    kept = tmp_path / "experiments" / "results"
+    assert sorted(path.name for path in kept.iterdir()) == ["toy.cpu.json", "toy.cpu.png"]
+    assert not (installed / "results").exists()
+    assert (installed / "README.md").read_text() == page
+    # what came with the package is listed until it was run here
+    (installed / "results").mkdir()
+    record = (kept / "toy.cpu.json").rename(installed / "results" / "toy.cpu.json")
+    capsys.readouterr()
+    assert main(["experiment"]) == 0
+    assert "toy Toy numbers fall cpu: yes" in _said(capsys)
+    assert record.exists()
 
 
 def test_an_experiment_hides_no_module_of_its_name(folder):

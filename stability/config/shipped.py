@@ -1,0 +1,36 @@
+"""Where the files are that come with this package: studies, model presets, templates, experiments.
+
+In a clone they lie beside the package; the wheel holds them in `stability/configs`,
+`stability/examples` and `stability_experiments`. Leaves out what is in them.
+"""
+
+from pathlib import Path
+
+__all__ = ["configs", "examples", "experiments"]
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def configs() -> Path:
+    """Return the folder of the studies and model presets that are shipped."""
+    return _there("configs", _PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+def examples() -> Path:
+    """Return the folder of the scripts that know nothing of this package."""
+    return _there("examples", _PACKAGE / "examples", _PACKAGE.parent / "examples")
+
+
+def experiments() -> Path:
+    """Return the folder of the experiments; what holds it is where their imports begin."""
+    installed = _PACKAGE.parent / "stability_experiments" / "experiments"
+    return _there("experiments", installed, _PACKAGE.parent / "experiments")
+
+
+def _there(name: str, *folders: Path) -> Path:
+    for folder in folders:
+        if folder.is_dir():
+            return folder
+    raise ValueError(
+        f"{name}: must have come with the package, {folders[0]} is not there; install it anew"
+    )
