@@ -3,6 +3,7 @@
 A verdict judges the study's candidates; a verification proves that two runs may be compared.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +18,10 @@ from stability.cli.output import (
     print_line,
 )
 from stability.config.convert import nearest
+from stability.records.bundle import is_bundle
 
 if TYPE_CHECKING:
+    from stability.analysis.study_records import RecordedStudy
     from stability.analysis.verdict import ArmVerdict, StudyVerdict
 
 __all__ = ["verdict", "verify"]
@@ -30,6 +33,8 @@ def verdict(
     study: Path,
     arm: str = "",
     json: bool = False,
+    markdown: bool = False,
+    github: bool = False,
     step: int | None = None,
     max_error_ratio: float | None = None,
     max_gain: float | None = None,
@@ -50,6 +55,8 @@ def verdict(
         study: the folder of a study, e.g. runs/quickstart
         arm: show and answer for this arm alone; the others still count in the correction
         json: print the verdict as JSON
+        markdown: print a summary to paste into a pull request
+        github: also annotate the workflow that this runs in, and add the summary to its job's
         step: judge training at this snapshot; like every limit below it makes the answer
             exploratory where it is not what was sealed
         max_error_ratio: operator: most of the error of plain attention
@@ -78,19 +85,38 @@ def verdict(
     if arm:
         find_arm(recorded, arm)  # a misspelled one is told before anything else is loaded
     from stability.analysis.verdict import judge_arms
+    from stability.report.markdown import summary_text
     from stability.report.terminal.verdict import verdict_lines
 
     changed = {name: value for name, value in given.items() if value is not None}
     judged = judge_arms(recorded, replace(recorded.policy, **changed))
     shown = _shown(judged, arm)
     outcome = shown[0].outcome if arm else judged.outcome
-    if json:
+    if markdown:
+        print_line(summary_text(recorded, judged, shown).rstrip())
+    elif json:
         content = judged.to_dict() | {"outcome": outcome}
         print_json(content | {"arms": [one.to_dict() for one in shown]})
     else:
         for line in verdict_lines(judged, shown):
             print_line(line)
+    if github:
+        _tell_github(recorded, judged, shown)
     return EXPLORATORY if judged.exploratory else _EXIT_CODES[outcome]
+
+
+def _tell_github(
+    study: "RecordedStudy", judged: "StudyVerdict", shown: "tuple[ArmVerdict, ...]"
+) -> None:
+    """Print an annotation for each arm, and add the summary to the job's, where there is one."""
+    from stability.report.markdown import annotations, summary_text
+
+    for line in annotations(judged, shown):
+        print_line(line)
+    place = os.environ.get("GITHUB_STEP_SUMMARY")
+    if place:
+        with Path(place).open("a", encoding="utf-8") as file:
+            file.write(summary_text(study, judged, shown))
 
 
 def _shown(judged: "StudyVerdict", arm: str) -> "tuple[ArmVerdict, ...]":
@@ -118,11 +144,14 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
     second are from.
 
     Args:
-        first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder
+        first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder, or
+            the file that `stability export` makes of one
         second: the run it is paired with; none with a study, where every pair is proven
         all: compute every drift anew, not one of each pair drawn at random
         json: print the proof as JSON
     """
+    if second is None and is_bundle(first):
+        return _verify_bundle(first, every_drift=all, json=json)
     if second is None:
         return _verify_study(first, every_drift=all, json=json)
     return _verify_runs(first, second, every_drift=all, json=json)
@@ -154,31 +183,34 @@ def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) ->
 def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
     from rich.console import Console  # heavy, and so is numpy behind the rest
 
-    from stability.analysis.assay import assay_troubles
-    from stability.analysis.distance_check import other_distances
-    from stability.analysis.protocol_check import seeds_apart
-    from stability.analysis.study_check import check_pairs
-    from stability.analysis.study_plan import left_out_runs, plan_note, plan_troubles
+    from stability.analysis.study_proof import prove_study
     from stability.analysis.study_records import read_study
     from stability.report.terminal.pairs import print_checks
 
-    study = read_study(folder)
-    checks, troubles = check_pairs(study, every_drift=every_drift), plan_troubles(study)
-    troubles += other_distances(study, every=every_drift)
-    apart, left_out = list(seeds_apart(study)), left_out_runs(study)
-    assays = assay_troubles(study)
-    holding = sum(check.state == "holds" for check in checks)
+    proof = prove_study(read_study(folder), every_drift=every_drift)
     if json:
-        pairs = [check.to_dict() for check in checks]
-        plan = {"planned": len(checks), "hold": holding, "plan_trouble": "; ".join(troubles)}
-        plan |= {"plan_note": plan_note(study), "left_out": left_out}
-        print_json({**plan, "seeds_apart": apart, "assays": assays, "pairs": pairs})
+        print_json(proof.to_dict())
     else:
-        print_checks(checks, Console(), [*troubles, *apart, *assays])
-        for note in [*left_out, *filter(None, [plan_note(study)])]:
+        print_checks(
+            list(proof.checks), Console(), [*proof.troubles, *proof.seeds_apart, *proof.assays]
+        )
+        for note in [*proof.left_out, *filter(None, [proof.note])]:
             print_line(note)
-    if holding < len(checks) or troubles or apart or assays:
+    if proof.is_refuted:
         return FAILS
-    if not checks:  # nothing was refuted, and nothing proven
-        return FAILS if left_out else WRONG
+    if not proof.checks:  # nothing was refuted, and nothing proven
+        return FAILS if proof.left_out else WRONG
     return HOLDS
+
+
+def _verify_bundle(path: Path, *, every_drift: bool, json: bool) -> int:
+    from stability.records.bundle import opened_bundle
+
+    with opened_bundle(path) as (folder, bundle):
+        if not json:
+            print_line(
+                f"{path.name}: {len(bundle.files)} files as they were listed, made by "
+                f"training-stability {bundle.made_by}; of the weights {bundle.weights} are in it"
+                f"{' but those of step 0' if bundle.weights == 'none' else ''}"
+            )
+        return _verify_study(folder, every_drift=every_drift, json=json)

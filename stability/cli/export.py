@@ -1,0 +1,48 @@
+"""`stability export STUDY`: a study as one file that others can check."""
+
+import json as json_text
+import tempfile
+from pathlib import Path
+
+from stability import __version__
+from stability.cli.output import FAILS, HOLDS, print_line
+
+__all__ = ["export"]
+
+
+def export(study: Path, to: Path | None = None, weights: bool = False) -> int:
+    """Pack a study's records, report, proofs and versions into one file, for `stability verify`.
+
+    Of the weights only those at step 0 go with it; the hashes and sketches of the others check each
+    drift. Exit code 1 if a pair of the study does not hold; the file is written all the same.
+
+    Args:
+        study: the folder of a study, e.g. runs/quickstart
+        to: the file; by default STUDY.bundle.tar.gz beside the folder
+        weights: all snapshots that the study has kept go with it
+    """
+    from stability.analysis.study_proof import prove_study  # heavy: numpy
+    from stability.analysis.study_records import read_study
+    from stability.records.atomic_files import write_text
+    from stability.records.bundle import BUNDLE_SUFFIX, write_bundle
+    from stability.records.sealed_json import jsonable
+    from stability.report.markdown import summary_text
+    from stability.report.page.html import write_page
+    from stability.study.export import copy_records
+
+    given = Path(study.resolve()) if not study.name else study
+    bundle = to or given.with_name(f"{given.name}{BUNDLE_SUFFIX}")
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=given.parent) as place:
+        copy = Path(place) / given.name
+        copy_records(given, copy, weights=weights)
+        recorded = read_study(copy)
+        write_page(recorded, copy)
+        proof = prove_study(recorded, every_drift=True)
+        content = json_text.dumps(jsonable(proof.to_dict()), indent=2)
+        write_text(copy / "proofs.json", content + "\n")
+        write_text(copy / "summary.md", summary_text(recorded))
+        packed = write_bundle(copy, bundle, __version__, "all" if weights else "none")
+    size = bundle.stat().st_size / 2**20
+    print_line(f"{bundle}: {len(packed.files)} files, {size:.1f} MB; {proof.sentence}")
+    print_line(f"elsewhere: stability verify {bundle.name}")
+    return FAILS if proof.is_refuted else HOLDS

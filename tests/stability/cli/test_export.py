@@ -1,0 +1,154 @@
+"""`stability export`: one file that is checked elsewhere, and in which nothing can be exchanged."""
+
+import io
+import json
+import shutil
+import tarfile
+
+import pytest
+
+from stability.cli.main import main
+from stability.records.bundle import opened_bundle
+from stability.records.paths import RunPaths, list_runs, sketch_steps, snapshot_steps
+from stability.records.run_lock import hold
+
+
+def code_of(*words):
+    try:
+        return main([*map(str, words)])
+    except SystemExit as stop:
+        return stop.code
+
+
+@pytest.fixture
+def study(trained, tmp_path):
+    """A copy of a study, with what is no record beside its records."""
+    folder = tmp_path / "here" / "tiny"
+    shutil.copytree(trained, folder)
+    (folder / "wandb").mkdir(exist_ok=True)
+    (folder / "wandb" / "secret.log").write_text("a host's name")
+    (folder / "jobs").mkdir()
+    (folder / "jobs" / "slurm.json").write_text("{}")
+    return folder
+
+
+def held(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_bundle_is_verified_where_nothing_else_of_the_study_is(study, tmp_path, capsys, weights):
+    before = held(study)
+    bundle = tmp_path / "elsewhere" / "tiny.tar.gz"
+    words = ["--weights"] if weights else []
+    assert code_of("export", study, "--to", bundle, *words) == 0
+    said = capsys.readouterr().out
+    assert "of " in said
+    assert "planned pairs hold" in said
+    assert held(study) == before, "the study is as it was"
+    proven = study.parent / "moved"
+    study.rename(proven)
+    assert code_of("verify", bundle, "--all", "--json") == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert proof["hold"] == proof["planned"] > 0
+    with opened_bundle(bundle) as (folder, listed):
+        names = held(folder)
+        assert {"report.html", "proofs.json", "summary.md", "environment.txt"} <= names
+        assert not [name for name in names if "wandb" in name or "jobs" in name or "lock" in name]
+        assert json.loads((folder / "proofs.json").read_text())["hold"] == proof["hold"]
+        lock = (folder / "environment.txt").read_text()
+        assert "\ntorch==" in lock
+        assert lock.startswith("# CPython ")
+        assert listed.weights == ("all" if weights else "none")
+        for run in list_runs(folder):
+            kept = snapshot_steps(RunPaths.for_run(proven, run.arm, run.seed)) if weights else [0]
+            assert snapshot_steps(run) == kept
+            assert sketch_steps(run)
+
+
+def test_by_default_it_lies_beside_the_study_and_says_how_it_is_checked(study, capsys):
+    assert code_of("export", study) == 0
+    said = capsys.readouterr().out
+    assert "elsewhere: stability verify tiny.bundle.tar.gz" in said
+    assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 0
+    assert "files as they were listed" in capsys.readouterr().out
+
+
+def repacked(bundle, change):
+    """Return a copy of a bundle whose members are what `change(name, data)` returns of them."""
+    changed = bundle.with_name("changed.tar.gz")
+    with tarfile.open(bundle) as old, tarfile.open(changed, "w:gz") as new:
+        for member in old.getmembers():
+            file = old.extractfile(member)
+            data = change(member.name, file.read() if file else b"")
+            if data is not None:
+                entry = tarfile.TarInfo(member.name)
+                entry.size = len(data)
+                new.addfile(entry, io.BytesIO(data))
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("nudge/seed-0/metrics.jsonl", b"loss", b"lass", "metrics.jsonl has other bytes than are"),
+        ("nudge/seed-1/manifest.json", b"", None, "manifest.json is listed, and is not there"),
+        ("bundle.json", b"none", b"nine", "must have the checksum"),
+    ],
+)
+def test_what_was_exchanged_is_named(study, capsys, file, old, new, said):
+    assert code_of("export", study) == 0
+
+    def change(name, data):
+        if not name.endswith(file):
+            return data
+        return None if new is None else data.replace(old, new)
+
+    bundle = repacked(study.parent / "tiny.bundle.tar.gz", change)
+    capsys.readouterr()
+    assert code_of("verify", bundle) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_listed_or_lies_elsewhere_is_refused(study, tmp_path, capsys):
+    assert code_of("export", study) == 0
+    bundle = study.parent / "tiny.bundle.tar.gz"
+    for name, said in {
+        "tiny/more.txt": "more.txt is there, and is not listed",
+        "../outside.txt": "must be a whole bundle",
+        "other/more.txt": "must be a bundle, which holds one folder",
+    }.items():
+        changed = repacked(bundle, lambda _, data: data)
+        plain = changed.with_suffix("")
+        with tarfile.open(changed) as old, tarfile.open(plain, "w") as new:
+            for member in old.getmembers():
+                new.addfile(member, old.extractfile(member))
+            entry = tarfile.TarInfo(name)
+            entry.size = 4
+            new.addfile(entry, io.BytesIO(b"more"))
+        with tarfile.open(plain) as old, tarfile.open(changed, "w:gz") as new:
+            for member in old.getmembers():
+                new.addfile(member, old.extractfile(member))
+        assert code_of("verify", changed) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "outside.txt").exists()
+
+
+def test_what_can_not_be_exported_says_why(study, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert code_of("export", tmp_path / "empty") == 2
+    assert "must be the folder of a study" in capsys.readouterr().err
+    with hold(RunPaths.for_run(study, "nudge", 0)):
+        assert code_of("export", study) == 2
+    assert "must not be in training" in capsys.readouterr().err
+    (tmp_path / "no.tar.gz").write_bytes(b"nothing")
+    assert code_of("verify", tmp_path / "no.tar.gz") == 2
+    assert "must be a whole bundle" in capsys.readouterr().err
+    assert not list(study.parent.glob("*.tar.gz"))
+    assert not list(study.parent.glob(".export-*"))
+
+
+def test_a_pair_that_does_not_hold_is_told_and_goes_with_it(study, capsys):
+    shutil.rmtree(RunPaths.for_run(study, "nudge", 1).root)
+    assert code_of("export", study) == 1
+    assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 1
