@@ -80,10 +80,11 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
 	else echo 'demo skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi
 
-# the picture of the rooms in docs/architecture.md, from the import contracts in pyproject.toml
+# the pictures of the documentation, which are committed, and the site in build/site/html
 docs: $(INSTALLED)
 	$(BIN)/python docs/draw_rooms.py
 	$(BIN)/python docs/draw_verdict.py
+	PATH="$(BIN):$$PATH" $(BIN)/python docs/build_site.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

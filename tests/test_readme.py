@@ -1,4 +1,7 @@
-"""Every command and every picture in the README exists, and the two first commands are make's."""
+"""Every command and every picture in README and pages of docs/ exists; the doors lead somewhere.
+
+Of pages that are not listed here, test_your_own_training and test_executors_page go through.
+"""
 
 import os
 import re
@@ -17,21 +20,55 @@ from stability.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.DOTALL)
-COMMANDS = [
-    line.split(" #")[0].strip()
-    for language, block in BLOCKS
-    if language in ("sh", "bash")
-    for line in block.splitlines()
-    if line.strip() and not line.startswith("#")
+NAMES = [
+    "attention_library",
+    "instrument",
+    "layouts",
+    "look",
+    "quickstart",
+    "study",
+    "trust",
+    "verdict",
 ]
+PAGES = {"README.md": README} | {
+    f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES
+}
+LADDERS = [*PAGES.values(), (ROOT / "docs" / "your_own_training.md").read_text()]
+
+
+def blocks_of(text):
+    return re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
+
+
+def commands_of(blocks):
+    return [
+        line.split(" #")[0].strip()
+        for language, block in blocks
+        if language in ("sh", "bash")
+        for line in block.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+
+
+BLOCKS = [block for text in PAGES.values() for block in blocks_of(text)]
+COMMANDS = commands_of(BLOCKS)
 PYTHON = [block for language, block in BLOCKS if language == "python"]
-STABILITY = [command for command in COMMANDS if command.startswith("stability ")]
+OF_README = set(commands_of(blocks_of(README)))
+# those of README are the doors', which are gone through one after another
+STABILITY = [
+    x for x in dict.fromkeys(COMMANDS) if x.startswith("stability ") and x not in OF_README
+]
+DOORS = [commands_of([block]) for block in blocks_of(README) if "stability init" in block[1]]
 TRAINS = re.compile(
     "--check-observer|--seeds|--over points|stable_fig3|--arm flash_all_bf16|verdict|runs/short"
     "|--arm bf16|stability fork"
 )
 """What takes several seconds more, and runs what another command has run in part."""
+
+
+def test_readme_is_read_at_a_sitting():
+    assert len(README.splitlines()) <= 160
+    assert [len(door) for door in DOORS] == [4, 4, 5]
 
 
 def test_first_screen_has_the_question_the_picture_and_the_two_commands():
@@ -45,14 +82,30 @@ def test_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+)\)", README))
-def test_linked_file_exists(link):
-    assert (ROOT / link).exists()
+LINKS = sorted(
+    (str(path.relative_to(ROOT)), link)
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
+    for link in re.findall(r"\]\(([^):]+)\)", path.read_text(encoding="utf-8"))
+)
+
+
+def _anchors(text):
+    """Return what the headings of a page are linked by."""
+    titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize(("page", "link"), LINKS)
+def test_linked_file_and_heading_exist(page, link):
+    name, _, anchor = link.partition("#")
+    target = (ROOT / page).parent / name if name else ROOT / page
+    assert target.exists()
+    assert not anchor or anchor in _anchors(target.read_text(encoding="utf-8"))
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
     for command in COMMANDS:
-        known = ("make ", "stability ", "wandb ", "git clone ", "cd ", ".venv/bin/")
+        known = ("make ", "stability ", "wandb ", "cd ", "python save_checkpoints.py")
         assert command.startswith(known), command
 
 
@@ -122,11 +175,9 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
         if mentioned and (seeds or not (quick / out / "quickstart").exists()):
             whole = ["run", "configs/quickstart.yaml", "--wandb", "disabled", "--out", out]
             assert main([*whole, *seeds]) == 0
-    if "examples/train.py" in words or words == ["show", "runs/script"]:
-        _record_first(words)
-    elif "runs/mine" in words and not (quick / "runs" / "mine").exists():
+    if "runs/mine" in words and not (quick / "runs" / "mine").exists():
         for block in (block for block in PYTHON if "runs/mine" in block):
-            exec(compile(block, "README.md", "exec"), {})
+            exec(compile(block, "a page", "exec"), {})
     shrunk = [
         re.sub(r"^\d+$", "2", w) if words[i - 1] in ("--train.steps", "--seeds") else w
         for i, w in enumerate(words)
@@ -144,11 +195,40 @@ def test_stability_command_runs(command, quick, monkeypatch, capsys, alone):
     assert capsys.readouterr().out
 
 
-def _record_first(words):
-    """Record the baseline of the example's script, which the README's other arms need."""
-    first = next(c for c in STABILITY if "--arm baseline" in c)
-    if "baseline" not in words:
-        assert main(shlex.split(first)[1:]) == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door[0].split()[3])
+def test_a_door_leads_to_an_answer(door, tmp_path, monkeypatch, capsys, alone):
+    """As README says it, one command after another, with a study of fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    for command in door:
+        words = shlex.split(command)
+        if words[0] == "cd":
+            monkeypatch.chdir(Path.cwd() / words[1])
+        elif words[0] == "python":
+            subprocess.run([sys.executable, *words[1:]], check=True)
+        else:
+            code = _exit_code(words[1:])
+            assert code in ((0, 1, 3, 4) if words[1] == "verdict" else (0,)), command
+            said = capsys.readouterr().out
+            assert said
+        for path in tmp_path.rglob("study.yaml") if words[1] == "init" else ():
+            path.write_text(_in_short(yaml.safe_load(path.read_text())))
+    assert re.search("PASS|FAIL|INCONCLUSIVE|NO ASSAY|EXPLORATORY|lr_x2", said)
+
+
+def _in_short(content):
+    """Return a template's study with one seed and six steps."""
+    base = content["base"]
+    base["train"].update(steps=6, snapshot_steps=[2, 4])
+    if "model" in base:
+        base["model"] = {"depth": 1, "width": 16, "heads": 1, "context": 16, "vocab_size": 256}
+        base["train"].update(batch_size=2, checkpoint_every=3)
+        content["early_step"] = 2
+    for arm in content["arms"].values():
+        arm.update({"until": 4} if "until" in arm else {})
+    content["seeds"], content["policy"]["step"] = [0], 4
+    return yaml.safe_dump(content)
 
 
 # torch's, of a Trainer on a machine without a GPU
@@ -156,7 +236,7 @@ def _record_first(words):
 @pytest.mark.parametrize("block", PYTHON)
 def test_python_example_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "README.md", "exec"), {})
+    exec(compile(block, "a page", "exec"), {})
 
 
 def _ladder(said):
@@ -193,7 +273,8 @@ def _number(cell):
 )
 def test_a_ladder_is_what_its_study_prints(study, arm, tmp_path, monkeypatch, capsys, alone):
     """Elsewhere the last digits differ, and what lies near to the last bits by a factor."""
-    block = next(block for _, block in BLOCKS if f"\n{arm} " in block)
+    every = [block for text in LADDERS for _, block in blocks_of(text)]
+    block = next(block for block in every if f"\n{arm} " in block)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(max(map(len, block.splitlines()))))
     assert main(["run", study, "--wandb", "disabled", "--out", str(tmp_path)]) == 0

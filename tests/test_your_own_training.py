@@ -31,6 +31,7 @@ SCRIPT = ROOT / "tests" / "stability" / "recorder" / "scripts" / "resumes.py"
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The reader's folder: a script, a checkpoint of it, and two series of older ones."""
     shutil.copy(SCRIPT, tmp_path / "train.py")
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     for series in ("fp32", "bf16"):
         (tmp_path / "checkpoints" / series).mkdir(parents=True)
         for step in (0, 10):
@@ -66,7 +67,7 @@ def test_every_command_runs_in_the_order_of_the_page(
             words = shlex.split(command.replace("--steps 200", "--steps 3"))[1:]
             words[1:1] = ["--out", "elsewhere"]
         assert code_of(words) == 0, (command, capsys.readouterr())
-        if "--arm bf16" in command:
+        if "--study mine --arm bf16" in command:
             assert "bf16, seed 0: finished after 6 updates" in capsys.readouterr().out
     assert (
         read_manifest(RunPaths.for_run(place / "elsewhere" / "mine", "baseline", 0).manifest).step

@@ -33,7 +33,7 @@ EXIT_CODES = {
     INTERRUPTED: "interrupted by Ctrl-C",
     UNREAD: "nobody read its output to the end, as in `| head`",
 }
-"""What each exit code says, in the words of `stability --help` and the README."""
+"""What each exit code says, in the words of `stability --help` and docs/study.md."""
 
 
 def print_json(content: Any) -> None:
