@@ -6,7 +6,6 @@ verb imports torch, Lightning, plotly and the like only once it needs them. So `
 in the command or the YAML take a fraction of a second. The exit codes are defined in `output`.
 """
 
-import argparse
 import difflib
 import importlib
 import inspect
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 import jsonargparse
 
 from stability import __version__
+from stability.cli.help_text import HelpFormatter, end_of_help
 from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, UNREAD, WRONG
 from stability.records.atomic_files import DiskFullError
 from stability.records.identity import WAITING
@@ -68,10 +68,6 @@ _TRUTH = {
 """What may follow a flag, in lower case, and what it says."""
 _OUTPUT = 1
 """The file descriptor of standard output."""
-
-
-class _HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Formats help without rewrapping the epilog, in which `option_help` may list keys by line."""
 
 
 class _Parser(jsonargparse.ArgumentParser):
@@ -169,7 +165,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
     _let_idle_threads_sleep(words)
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
-    parser = _Parser(prog=f"stability {verb}", formatter_class=_HelpFormatter)
+    parser = _Parser(prog=f"stability {verb}", formatter_class=HelpFormatter)
     # `overrides` and `changes` collect options whose names no signature can list, such as
     # `--train.steps 50`, and `words` a command that follows `--`. A verb that takes them has a
     # `split_options`, which parses them.
@@ -177,8 +173,9 @@ def _run_verb(verb: str, words: list[str]) -> int:
         command, as_positional=True, skip={"overrides", "changes", "words", "env"}
     )
     further: dict[str, Any] = {}
+    parser.epilog = end_of_help(verb)
     if "split_options" in vars(module):
-        parser.epilog = module.option_help()
+        parser.epilog = end_of_help(verb, module.option_help())
         words, further = module.split_options(words)
     arguments = parser.parse_args(_with_values(command, words)).as_dict()
     return command(**arguments, **further)

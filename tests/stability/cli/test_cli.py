@@ -133,6 +133,7 @@ def test_help_explains_itself(words, capsys):
     assert code == 0
     text = capsys.readouterr().out
     assert "stability" in text
+    assert max(map(len, text.splitlines())) <= 120
     if words == ["run", "--help"]:
         for word in ("--out", "--wandb", "snapshot_steps", "The study's YAML file".lower()):
             assert word.lower() in text.lower()

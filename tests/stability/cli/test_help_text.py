@@ -1,0 +1,68 @@
+"""The help of each verb: for people, within 80 columns, with an example that is right."""
+
+import re
+import shlex
+
+import pytest
+
+from stability.cli.help_text import EXAMPLES
+from stability.cli.main import VERBS, main
+
+
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def read(verb):
+        with pytest.raises(SystemExit, match="0"):
+            main([verb, "--help"])
+        return capsys.readouterr().out
+
+    return read
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_is_for_people_and_fits(verb, help_of):
+    text = help_of(verb)
+    *said, example = text.rstrip().splitlines()
+    assert max(map(len, said)) <= 80
+    assert example == f"example: {EXAMPLES[verb]}"
+    for word in (
+        "type:",
+        "<class",
+        "Optional[",
+        "Literal[",
+        "Path'",
+        "{true,false}",
+        "null",
+        "_TEXT",
+    ):
+        assert word not in text, word
+    assert text.startswith(f"usage: stability {verb}")
+    # options as they are typed
+    assert not re.findall(r"^  --\S*_\S*", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_example_is_of_its_verb_and_of_options_that_it_has(verb, help_of):
+    name, given, *words = shlex.split(EXAMPLES[verb])
+    assert (name, given) == ("stability", verb)
+    text = help_of(verb)
+    own = words[: words.index("--")] if "--" in words else words
+    for word in own:
+        if word.startswith("--") and "." not in word:
+            assert re.search(rf"(^|\s){word}\b", text), word
+
+
+def test_what_an_option_takes_is_said_by_a_word_or_its_choices(help_of):
+    text = help_of("run")
+    for line in (
+        "--keep {all,reference,last,none}",
+        "--jobs N ",
+        "--out PATH ",
+        "--only TEXT ",
+        "--check-observer ",
+    ):
+        assert line in text
+    assert "(default: runs)" in text
+    assert "(default: 0)" not in text
