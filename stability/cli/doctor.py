@@ -1,12 +1,13 @@
 """`stability doctor`: shows what this machine has and which attentions run on it, or why not.
 
-It changes nothing on the machine or in torch's settings, and measures no speed (`make bench` and
-`make gpu` do that).
+It changes nothing on the machine or in torch's settings. What it times in a second or two is a
+first impression (`make bench` and `make gpu` measure). What runs here, and how fast, is its end.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from stability import __version__
+from stability.cli.abilities import abilities, speeds
 from stability.cli.output import HOLDS, print_json
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ __all__ = ["doctor"]
 
 
 def doctor(json: bool = False) -> int:
-    """Show versions, hardware, engines, number formats, and which attentions run here.
+    """Show versions, hardware, engines, formats and attentions, then what runs here and how fast.
 
     Args:
         json: print JSON instead of tables
@@ -56,6 +57,8 @@ def _examine() -> dict[str, Any]:
         "engines": [engine._asdict() for engine in engines(device)],
         "formats": {name: native.get(name, "") for name in FORMATS},
         "attentions": [*_our_own(), *(peer._asdict() for peer in peers(device))],
+        "abilities": [each._asdict() for each in abilities(device, torch.cuda.device_count())],
+        "speeds_ms": speeds(device),
     }
 
 
@@ -87,6 +90,11 @@ def _print(found: dict[str, Any]) -> None:
     console.print(Text(f"attentions on {found['device']}", style="bold"))
     console.print(_attentions(found["attentions"]), highlight=False)
     console.print()
+    console.print(Text("what runs here", style="bold"))
+    console.print(_abilities(found["abilities"]), highlight=False)
+    console.print()
+    times = {name: f"{milliseconds:.3g} ms" for name, milliseconds in found["speeds_ms"].items()}
+    _facts(console, "how fast, the fastest of a few (`stability estimate` times a study)", times)
 
 
 def _facts(console: "Console", title: str, facts: dict[str, Any]) -> None:
@@ -117,6 +125,16 @@ def _attentions(rows: list[dict[str, Any]]) -> "Table":
         if row["name"].partition(":")[0] not in own:
             runs = Text("yes", "green") if row["available"] else Text("no", "red")
             grid.add_row(f"  {row['name']}", runs, row["version"], Text(row["reason"]))
+    return grid
+
+
+def _abilities(rows: list[dict[str, Any]]) -> "Table":
+    from rich.text import Text  # heavy
+
+    grid = _grid(columns=3)
+    for row in rows:
+        runs = Text("yes", "green") if row["available"] else Text("no", "red")
+        grid.add_row(f"  {row['name']}", runs, Text(row["how"]))
     return grid
 
 

@@ -1,5 +1,6 @@
 """The doctor shows what runs here and why the rest does not, to people and to programs."""
 
+import importlib.util
 import json
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from attention_kernels import PROFILES
 from attention_kernels.machine import _cpu_formats, _gpu_formats, engines
 from attention_kernels.peers.registry import PEERS
+from stability.cli.abilities import abilities
 from stability.cli.main import main
 
 
@@ -27,6 +29,31 @@ def test_json_has_every_attention_engine_and_format(capsys):
     assert [engine["name"] for engine in found["engines"]] == ["twin", "triton"]
     for row in names.values():
         assert row["available"] or row["reason"]
+
+
+def test_it_ends_with_what_runs_here_and_how_fast(capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    found = json.loads(shown(capsys, "--json"))
+    able = {row["name"]: row for row in found["abilities"]}
+    assert able["studies and the demo"]["available"]
+    assert not able["--executor slurm"]["available"]
+    assert able["--executor slurm"]["how"] == "sbatch is not on the PATH"
+    assert all(row["how"] for row in able.values())
+    assert len(found["speeds_ms"]) == 3
+    assert all(0 < milliseconds < 60_000 for milliseconds in found["speeds_ms"].values())
+    text = shown(capsys)
+    assert text.index("attentions on") < text.index("what runs here") < text.index("how fast")
+    assert text.rstrip().endswith(" ms")
+
+
+def test_an_extra_that_is_not_installed_is_told_with_its_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    able = {each.name: each for each in abilities("cpu", 0)}
+    assert able["Hugging Face models"].how == "pip install 'training-stability[transformers]'"
+    assert not able["--executor ray"].available
+    assert not able["Triton kernels"].available
+    assert abilities("cuda", 2)[1].available
+    assert abilities("cuda", 2)[2].how == "NCCL, 2 GPUs"
 
 
 @pytest.mark.parametrize("width", ["80", "120"])
