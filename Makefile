@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow test-clusters install-clusters mutants lint bench gpu experiments docs clean
+.PHONY: install demo test test-slow test-clusters install-clusters mutants lint bench gpu experiments docs release-check clean
 
 install: $(INSTALLED)
 
@@ -85,6 +85,10 @@ docs: $(INSTALLED)
 	$(BIN)/python docs/draw_rooms.py
 	$(BIN)/python docs/draw_verdict.py
 	PATH="$(BIN):$$PATH" $(BIN)/python docs/build_site.py
+
+# what has to be true before a release, one line a check; publishes nothing
+release-check: $(INSTALLED)
+	$(BIN)/python .ci/release_check.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
