@@ -1,10 +1,10 @@
 """Publishes a study to W&B once its runs have ended: histories, summaries, tables and the report.
 
 Each run gets what W&B lacks of its history, then its row of the ladder as summary. The study has a
-run of its own, which holds the verdict, the HTML report, and as tables the evidence on four levels,
-the ladder and the deviations of each layer. What was published already is left alone: a stamp
-beside W&B's files says what that was. This file reads no study (the command line passes plain
-values) and shows no panels (`panels`).
+run of its own, which holds the verdict, told by an alert too, the HTML report, and as tables the
+evidence on four levels, the ladder and the deviations of each layer. What was published already is
+left alone: a stamp beside W&B's files says what that was. This file reads no study (the command
+line passes plain values) and shows no panels (`panels`).
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from stability.tracking.environment import WandbMode, destination
 from stability.tracking.history import open_wandb_run
 from stability.tracking.tables import (
     MetricValues,
+    alert_level,
     deviation_rows,
     evidence_rows,
     ladder_rows,
@@ -135,7 +136,9 @@ def _publish_run(
 
 
 def _publish_study(mode: WandbMode, content: StudyContent) -> None:
-    """Send the study's own run: tables, report and verdict."""
+    """Send the study's own run: tables, report and verdict, the verdict as an alert too."""
+    import wandb  # heavy
+
     paths, name = content.paths, content.config["study"]
 
     def send() -> None:
@@ -153,6 +156,9 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
             question = content.config["question"]
             answer = {"verdict": content.verdict, "question": question}
             run.summary.update(answer | outcome_summary(content.evidence))
+            if content.evidence:
+                level = wandb.AlertLevel[alert_level(content.evidence)]
+                run.alert(title=f"{name}: {content.verdict}", text=question, level=level)
         finally:  # else the next study would be written into this run
             run.finish()
 

@@ -6,7 +6,7 @@ every digit. This file does not send anything (`publish`).
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from stability.records.metric_names import parse_deviation
 from stability.records.metric_table import LAYER_METRICS
@@ -14,13 +14,17 @@ from stability.records.sealed_json import NON_FINITE
 
 __all__ = [
     "SHOWN_DEVIATIONS",
+    "AlertLevel",
     "MetricValues",
+    "alert_level",
     "deviation_rows",
     "evidence_rows",
     "ladder_rows",
     "outcome_summary",
     "row_summary",
 ]
+
+AlertLevel = Literal["INFO", "WARN", "ERROR"]
 
 MetricValues = tuple[str, str, Iterable[float]]
 """An arm, one of its metrics, and the values that one run logged."""
@@ -80,6 +84,21 @@ def outcome_summary(arms: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         f"{'control' if arm['role'] == 'broken' else 'verdict'}/{arm['arm']}": arm["answer"]
         for arm in arms
     }
+
+
+def alert_level(arms: Iterable[Mapping[str, Any]]) -> AlertLevel:
+    """Return how loudly the verdict is told; `arms` as in `evidence_rows`.
+
+    ERROR where a candidate fails; WARN where one does not pass, or an arm that is broken on purpose
+    was not found to be.
+    """
+    outcomes = [(arm["role"] == "broken", arm["outcome"]) for arm in arms]
+    if (False, "FAIL") in outcomes:
+        return "ERROR"
+    is_clear = all(
+        outcome == ("FAIL" if is_control else "PASS") for is_control, outcome in outcomes
+    )
+    return "INFO" if is_clear and outcomes else "WARN"
 
 
 def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]]:

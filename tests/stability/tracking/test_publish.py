@@ -13,14 +13,16 @@ import pytest
 import wandb
 
 from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
 from stability.cli.workspace import publish_study
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
 from stability.report.page.html import write_page
+from stability.report.view.evidence import headline
 from stability.tracking import publish
 from stability.tracking.history import numbers_of, open_wandb_run
-from stability.tracking.tables import deviation_rows
+from stability.tracking.tables import alert_level, deviation_rows
 from tests.stability.sealing import seal
 
 ROOT = Path(__file__).parents[3]
@@ -233,6 +235,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
 from stability.cli.workspace import publish_study
 from stability.tracking import history, publish
 
@@ -297,3 +300,29 @@ def test_a_run_in_other_processes_than_its_baseline_is_tagged_layout(
     assert publish_study(read_study(folder), folder, "offline") == ""
     assert [arm for arm, is_other in shown.items() if is_other] == ["nudge"]
     assert "baseline" in shown
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "level"),
+    [
+        ([("candidate", "PASS"), ("broken", "FAIL")], "INFO"),
+        ([("candidate", "PASS"), ("candidate", "FAIL"), ("broken", "FAIL")], "ERROR"),
+        ([("candidate", "INCONCLUSIVE"), ("broken", "FAIL")], "WARN"),
+        # a fault that was not found is told, whatever passes
+        ([("candidate", "PASS"), ("broken", "PASS")], "WARN"),
+        ([("candidate", "NO ASSAY")], "WARN"),
+        ([], "WARN"),
+    ],
+)
+def test_an_alert_is_as_loud_as_the_verdict(outcomes, level):
+    assert alert_level([{"role": role, "outcome": outcome} for role, outcome in outcomes]) == level
+
+
+def test_the_verdict_is_an_alert_of_the_studys_run(published, offline_log, read_records):
+    log = offline_log(StudyPaths(published).wandb_dir)
+    (alert,) = [record["alert"] for record in read_records(log) if "alert" in record]
+    study = read_study(published)
+    verdict = judge_arms(study, study.policy)
+    assert alert["title"] == f"quickstart: {headline(verdict)}"
+    assert alert["text"] == study.question
+    assert alert["level"] == alert_level([arm.to_dict() for arm in verdict.arms])
