@@ -8,11 +8,13 @@ and checkpoints are left out. Leaves out how the copy is packed (`records.bundle
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.schema import BASELINE
-from stability.records.atomic_files import make_folders, write_text
+from stability.records import file_operations
+from stability.records.atomic_files import make_folders, write_text, write_whole
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.paths import (
     RunPaths,
@@ -63,9 +65,9 @@ def copy_records(study: Path, to: Path, *, weights: bool) -> None:
 
 def _link_or_copy(path: Path, to: Path) -> None:
     try:
-        to.hardlink_to(path)
+        file_operations.link(path, to)
     except OSError:  # another disk, or one without links
-        shutil.copy2(path, to)
+        write_whole(to, partial(shutil.copyfile, path))
 
 
 def _drop(run: RunPaths, manifest: Manifest, *, weights: bool) -> None:

@@ -152,3 +152,13 @@ def test_a_pair_that_does_not_hold_is_told_and_goes_with_it(study, capsys):
     shutil.rmtree(RunPaths.for_run(study, "nudge", 1).root)
     assert code_of("export", study) == 1
     assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 1
+
+
+def test_where_the_disk_has_no_links_files_are_copied(study, monkeypatch, capsys):
+    def refuse(source, target):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("stability.study.export.file_operations.link", refuse)
+    assert code_of("export", study) == 0
+    monkeypatch.undo()
+    assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 0
