@@ -183,6 +183,7 @@ ELSEWHERE = {
     "records/file_operations.py": "the place itself",
     "report/live/summary_store.py": "a cache of the dashboard, kept out of the records",
     "recorder/launch.py": "what a command prints, which is no record",
+    "study/export.py": "a file of a copy, inside of `write_whole`",
     "study/foreign.py": "the folder that a recorded training writes into, which is no record yet",
     "study/worktree.py": "checkouts of commits, kept out of the records",
     "tracking/wandb_run.py": "W&B's own folders",

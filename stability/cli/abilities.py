@@ -2,9 +2,9 @@
 
 import importlib.util
 import os
-import shutil
 import time
 from collections.abc import Callable
+from shutil import which
 from typing import Any, NamedTuple
 
 __all__ = ["Ability", "abilities", "speeds"]
@@ -45,7 +45,7 @@ def _package(name: str, package: str, extra: str) -> Ability:
 
 
 def _command(name: str, command: str, package: str, extra: str) -> Ability:
-    if shutil.which(command) is None:
+    if which(command) is None:
         return Ability(name, False, f"{command} is not on the PATH")
     return _package(name, package, extra)
 

@@ -53,7 +53,8 @@ def write_bundle(folder: Path, to: Path, made_by: str, weights: str) -> Bundle:
     write_sealed(folder / CONTENTS, content)
 
     def pack(temporary: Path) -> None:
-        with tarfile.open(temporary, "w:gz") as archive:
+        # most of it are sketches and weights, in which there is little to find
+        with tarfile.open(temporary, "w:gz", compresslevel=3) as archive:
             for name in (CONTENTS, *files):
                 archive.add(folder / name, f"{folder.name}/{name}")
 

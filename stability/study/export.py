@@ -8,7 +8,6 @@ and checkpoints are left out. Leaves out how the copy is packed (`records.bundle
 
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 
 from stability.config.axes import CHANGES_WEIGHTS, touches
@@ -67,7 +66,7 @@ def _link_or_copy(path: Path, to: Path) -> None:
     try:
         file_operations.link(path, to)
     except OSError:  # another disk, or one without links
-        write_whole(to, partial(shutil.copyfile, path))
+        write_whole(to, lambda temporary: shutil.copyfile(path, temporary))
 
 
 def _drop(run: RunPaths, manifest: Manifest, *, weights: bool) -> None:

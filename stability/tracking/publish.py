@@ -137,7 +137,6 @@ def _publish_run(
 
 def _publish_study(mode: WandbMode, content: StudyContent) -> None:
     """Send the study's own run: tables, report and verdict, the verdict as an alert too."""
-    import wandb  # heavy
 
     paths, name = content.paths, content.config["study"]
 
@@ -157,7 +156,7 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
             answer = {"verdict": content.verdict, "question": question}
             run.summary.update(answer | outcome_summary(content.evidence))
             if content.evidence:
-                level = wandb.AlertLevel[alert_level(content.evidence)]
+                level = alert_level(content.evidence)
                 run.alert(title=f"{name}: {content.verdict}", text=question, level=level)
         finally:  # else the next study would be written into this run
             run.finish()

@@ -32,7 +32,7 @@ def test_json_has_every_attention_engine_and_format(capsys):
 
 
 def test_it_ends_with_what_runs_here_and_how_fast(capsys, monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("stability.cli.abilities.which", lambda name: None)
     found = json.loads(shown(capsys, "--json"))
     able = {row["name"]: row for row in found["abilities"]}
     assert able["studies and the demo"]["available"]
