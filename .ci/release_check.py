@@ -99,6 +99,8 @@ def walk(checks: dict[str, Callable[[], str]]) -> Iterator[tuple[str, str]]:
             yield name, check()
         except subprocess.CalledProcessError as error:
             yield name, f"{' '.join(map(str, error.cmd[:4]))} ...: exit code {error.returncode}"
+        except (OSError, ValueError) as error:
+            yield name, f"{type(error).__name__}: {error}"
 
 
 def main() -> int:

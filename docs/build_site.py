@@ -33,14 +33,17 @@ PAGES = {
     "Home": {"index.md": "README.md"},
     "Tutorials": {
         "quickstart.md": "docs/quickstart.md",
+        "my_kernel.md": "docs/my_kernel.md",
         "your_own_training.md": "docs/your_own_training.md",
-        "instrument.md": "docs/instrument.md",
-        "executors.md": "docs/executors.md",
+        "hugging_face.md": "docs/hugging_face.md",
+        "slurm.md": "docs/slurm.md",
     },
     "How to": {
         "study.md": "docs/study.md",
         "look.md": "docs/look.md",
+        "instrument.md": "docs/instrument.md",
         "layouts.md": "docs/layouts.md",
+        "executors.md": "docs/executors.md",
         "configs.md": "configs/README.md",
         "attention_library.md": "docs/attention_library.md",
         "contributing.md": "CONTRIBUTING.md",
@@ -48,6 +51,7 @@ PAGES = {
     "Explanation": {
         "verdict.md": "docs/verdict.md",
         "trust.md": "docs/trust.md",
+        "glossary.md": "docs/glossary.md",
         "scale.md": "docs/scale.md",
         "families.md": "docs/families.md",
         "kernels.md": "kernels/README.md",
@@ -104,7 +108,8 @@ def build(folder: Path) -> Path:
     ValueError for a link that leads nowhere; CalledProcessError where the generator warns.
     """
     source, site = folder / "pages", folder / "html"
-    shutil.rmtree(folder, ignore_errors=True)
+    for old in (source, site):
+        shutil.rmtree(old, ignore_errors=True)
     source.mkdir(parents=True)
     homes = {ROOT / origin: name for pages in PAGES.values() for name, origin in pages.items()}
     for origin, name in homes.items():

@@ -179,7 +179,7 @@ ELSEWHERE = {
     "cli/verdict.py": "the summary of a workflow's job, which is GitHub's",
     "execute/ray_tasks.py": "what a task prints, which is no record",
     "recorder/inside/spool.py": "what a record is made of, in a process without this package",
-    "records/bundle.py": "an archive, inside of `write_whole`, by a library",
+    "records/bundle.py": "an archive, inside of `write_whole`, and a folder that it is unpacked in",
     "records/file_operations.py": "the place itself",
     "report/live/summary_store.py": "a cache of the dashboard, kept out of the records",
     "recorder/launch.py": "what a command prints, which is no record",

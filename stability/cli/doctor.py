@@ -93,7 +93,10 @@ def _print(found: dict[str, Any]) -> None:
     console.print(Text("what runs here", style="bold"))
     console.print(_abilities(found["abilities"]), highlight=False)
     console.print()
-    times = {name: f"{milliseconds:.3g} ms" for name, milliseconds in found["speeds_ms"].items()}
+    times = {
+        name: took if isinstance(took, str) else f"{took:.3g} ms"
+        for name, took in found["speeds_ms"].items()
+    }
     _facts(console, "how fast, the fastest of a few (`stability estimate` times a study)", times)
 
 

@@ -1,11 +1,12 @@
 """`stability export STUDY`: a study as one file that others can check."""
 
 import json as json_text
+import os
 import tempfile
 from pathlib import Path
 
 from stability import __version__
-from stability.cli.output import FAILS, HOLDS, print_line
+from stability.cli.output import print_line
 
 __all__ = ["export"]
 
@@ -23,6 +24,7 @@ def export(study: Path, to: Path | None = None, weights: bool = False) -> int:
     """
     from stability.analysis.study_proof import prove_study  # heavy: numpy
     from stability.analysis.study_records import read_study
+    from stability.cli.verdict import code_of
     from stability.records.atomic_files import write_text
     from stability.records.bundle import BUNDLE_SUFFIX, write_bundle
     from stability.records.sealed_json import jsonable
@@ -30,9 +32,11 @@ def export(study: Path, to: Path | None = None, weights: bool = False) -> int:
     from stability.report.page.html import write_page
     from stability.study.export import copy_records
 
-    given = Path(study.resolve()) if not study.name else study
+    given = study.resolve() if study.name in ("", "..") else study
     bundle = to or given.with_name(f"{given.name}{BUNDLE_SUFFIX}")
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=given.parent) as place:
+    # on the study's disk files are linked, not copied; a share may be there to be read alone
+    near = given.parent if os.access(given.parent, os.W_OK) else bundle.parent
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=near) as place:
         copy = Path(place) / given.name
         copy_records(given, copy, weights=weights)
         recorded = read_study(copy)
@@ -45,4 +49,4 @@ def export(study: Path, to: Path | None = None, weights: bool = False) -> int:
     size = bundle.stat().st_size / 2**20
     print_line(f"{bundle}: {len(packed.files)} files, {size:.1f} MB; {proof.sentence}")
     print_line(f"elsewhere: stability verify {bundle.name}")
-    return FAILS if proof.is_refuted else HOLDS
+    return code_of(proof)

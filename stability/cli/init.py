@@ -21,12 +21,14 @@ __all__ = ["init", "option_help", "split_options"]
 
 TRIAL = 2
 """Updates of the trial."""
+STEPS = 100
+"""Updates of an arm, unless others are asked for."""
 
 
 def init(
     name: str = "",
     to: Path = Path("study.yaml"),
-    steps: int = 100,
+    steps: int = STEPS,
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
     template: Template | None = None,
@@ -49,13 +51,7 @@ def init(
             script of your own, the layout over ranks, or checkpoints that exist already
     """
     if template is not None:
-        if words or env:
-            raise ValueError(
-                "init: either --template or a command must be given, got both; a command's study "
-                "needs no template"
-            )
-        if name:
-            check_name(name, Place(source="init: name"), ())
+        _check_template(name, to, steps, has_command=bool(words or env))
         return write_template(template, to, name or f"my_{template}")
     name = name or "my_study"
     check_name(name, Place(source="init: name"), ())
@@ -95,6 +91,24 @@ def init(
         )
     print_line(f"{to}: fill in a candidate, then: stability run {to}")
     return HOLDS
+
+
+def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> None:
+    """ValueError for what makes no sense beside --template."""
+    if has_command:
+        raise ValueError(
+            "init: either --template or a command must be given, got both; a command's study "
+            "needs no template"
+        )
+    if steps != STEPS:
+        raise ValueError(
+            f"init: steps must be left out with --template, got {steps}: the template's YAML has "
+            "them, as train.steps"
+        )
+    if to.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"init: to must be a YAML file, got {str(to)!r}; e.g. study.yaml")
+    if name:
+        check_name(name, Place(source="init: name"), ())
 
 
 def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int) -> str:

@@ -88,6 +88,7 @@ def record_arm(
             "record: same_start must not be given with --may_change init, which it undoes"
         )
     from stability.recorder.launch import Asked  # heavy from here on: numpy behind the contract
+    from stability.study.edited_sources import refuse_edited
     from stability.study.foreign import RunFailedError, measure_study, record_command
     from stability.study.foreign_assay import assay_recorded
     from stability.study.foreign_plan import plan_run
@@ -122,6 +123,7 @@ def record_arm(
     mode = resolve_mode(wandb)
     check_wandb(mode)
     if run.is_kept:
+        refuse_edited(run)
         print_line(f"{arm}, seed {seed}: on record already, {run.paths.root}")
         assay_recorded(run, print_line)
         return HOLDS

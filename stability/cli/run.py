@@ -68,8 +68,9 @@ def run(
         executor: who trains the runs: processes of this machine, jobs of Slurm or tasks of Ray,
             with their options as `--slurm.partition NAME` or `--ray.num-gpus 1`. Jobs and tasks
             outlive this command, and the same command finds them again
-        only: train the run of this arm alone, with --seed, and measure nothing that follows the
-            runs; for a scheduler that starts each run by itself. Its baseline must be trained
+        only: train the run of this arm alone, with --seed, and measure no more than is needed to
+            drop what the study does not keep; for a scheduler that starts each run by itself. Its
+            baseline must be trained
         seed: the seed of --only
         finish: train nothing, and measure what follows the runs
         overrides: values in the study's base, by dotted key

@@ -21,10 +21,16 @@ from stability.config.convert import nearest
 from stability.records.bundle import is_bundle
 
 if TYPE_CHECKING:
+    from stability.analysis.study_proof import StudyProof
     from stability.analysis.study_records import RecordedStudy
     from stability.analysis.verdict import ArmVerdict, StudyVerdict
 
-__all__ = ["verdict", "verify"]
+__all__ = ["code_of", "verdict", "verify"]
+
+_WEIGHTS = {
+    "all": "all weights that the study has kept are in it",
+    "none": "of the weights those are in it that no sketch stands for",
+}
 
 _EXIT_CODES = {"PASS": HOLDS, "FAIL": FAILS, "INCONCLUSIVE": UNDECIDED, "NO ASSAY": UNDECIDED}
 
@@ -79,6 +85,11 @@ def verdict(
         "margin_nats": margin_nats,
         "alpha": alpha,
     }
+    if json and (markdown or github):
+        raise ValueError(
+            "verdict: json must be asked for alone, got "
+            f"{'markdown' if markdown else 'github'} too: its output would be no JSON"
+        )
     from stability.analysis.study_records import find_arm, read_study  # heavy: numpy
 
     recorded = read_study(study)
@@ -196,6 +207,11 @@ def _verify_study(folder: Path, *, every_drift: bool, json: bool) -> int:
         )
         for note in [*proof.left_out, *filter(None, [proof.note])]:
             print_line(note)
+    return code_of(proof)
+
+
+def code_of(proof: "StudyProof") -> int:
+    """Return the exit code of what was proven of a study."""
     if proof.is_refuted:
         return FAILS
     if not proof.checks:  # nothing was refuted, and nothing proven
@@ -210,7 +226,7 @@ def _verify_bundle(path: Path, *, every_drift: bool, json: bool) -> int:
         if not json:
             print_line(
                 f"{path.name}: {len(bundle.files)} files as they were listed, made by "
-                f"training-stability {bundle.made_by}; of the weights {bundle.weights} are in it"
-                f"{' but those of step 0' if bundle.weights == 'none' else ''}"
+                f"training-stability {bundle.made_by}; "
+                + _WEIGHTS.get(bundle.weights, f"of the weights {bundle.weights}")
             )
         return _verify_study(folder, every_drift=every_drift, json=json)

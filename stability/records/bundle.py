@@ -7,12 +7,14 @@ read. Leaves out what is packed (`study.export`) and what its records prove (`an
 """
 
 import os
+import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from stability.records.atomic_files import make_folders, write_whole
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
@@ -36,13 +38,21 @@ class Bundle:
     """`all` that was kept, or `none`: snapshots after step 0 were left out, their sketches not."""
 
 
+SUFFIXES = (".tar.gz", ".tgz")
+
+
 def is_bundle(path: Path) -> bool:
     """Whether a path is a file that may be a bundle."""
-    return path.is_file() and path.name.endswith((".tar.gz", ".tgz"))
+    return path.is_file() and path.name.endswith(SUFFIXES)
 
 
 def write_bundle(folder: Path, to: Path, made_by: str, weights: str) -> Bundle:
-    """Write the files of `folder`, a study's, into the bundle `to`, whole or not at all."""
+    """Write the files of `folder`, a study's, into the bundle `to`, whole or not at all.
+
+    ValueError if `to` is called otherwise than `is_bundle` knows.
+    """
+    if not to.name.endswith(SUFFIXES):
+        raise ValueError(f"{to}: must end in {' or '.join(SUFFIXES)}")
     files = {
         str(path.relative_to(folder).as_posix()): file_checksum(path)
         for path in sorted(folder.rglob("*"))
@@ -56,7 +66,7 @@ def write_bundle(folder: Path, to: Path, made_by: str, weights: str) -> Bundle:
         # most of it are sketches and weights, in which there is little to find
         with tarfile.open(temporary, "w:gz", compresslevel=3) as archive:
             for name in (CONTENTS, *files):
-                archive.add(folder / name, f"{folder.name}/{name}")
+                archive.add(folder / name, f"{folder.name}/{name}", filter=_of_nobody)
 
     make_folders(to.parent)
     write_whole(to, pack)
@@ -73,8 +83,8 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
     with tempfile.TemporaryDirectory(prefix="stability-bundle-") as place:
         try:
             with tarfile.open(path, "r:gz") as archive:
-                archive.extractall(place, filter="data")
-        except (tarfile.TarError, EOFError, OSError) as error:
+                _unpack(archive, Path(place))
+        except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             raise ValueError(f"{path}: must be a whole bundle: {error}") from error
         folders = [each for each in Path(place).iterdir() if (each / CONTENTS).is_file()]
         if len(folders) != 1 or len(os.listdir(place)) != 1:
@@ -83,11 +93,54 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
                 "`stability export STUDY` writes one"
             )
         (folder,) = folders
-        bundle = read_record(folder / CONTENTS, Bundle, "`stability export`")
+        try:
+            bundle = read_record(folder / CONTENTS, Bundle, "`stability export`")
+        except ValueError as error:
+            said = str(error).replace(f"{place}{os.sep}", "")
+            raise ValueError(f"{path}: {said}") from error
         wrong = _difference(folder, bundle)
         if wrong:
             raise ValueError(f"{path}: {wrong}")
         yield folder, bundle
+
+
+def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return a member without what it says of the machine and its users."""
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _unpack(archive: tarfile.TarFile, place: Path) -> None:
+    """Write an archive's files below `place`, and nothing elsewhere; OSError for what is no bundle.
+
+    There may be files, and second names of files that came before, in folders; no link of another
+    kind, so that no path leads out, and no more bytes than the disk has room for.
+    """
+    left = shutil.disk_usage(place).free
+    for member in archive:
+        parts = PurePosixPath(member.name).parts
+        if not parts or ".." in parts or parts[0] == "/" or "\\" in member.name:
+            raise OSError(f"a member's name leads elsewhere: {member.name!r}")
+        path = place.joinpath(*parts)
+        if member.isdir():
+            path.mkdir(parents=True, exist_ok=True)
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if member.islnk():
+            first = place.joinpath(*PurePosixPath(member.linkname).parts)
+            if ".." in first.parts or not first.is_relative_to(place) or not first.is_file():
+                raise OSError(f"{member.name!r} is a link to what is not in it")
+            path.hardlink_to(first)
+            continue
+        content = archive.extractfile(member) if member.isreg() else None
+        if content is None:
+            raise OSError(f"{member.name!r} is neither a file nor a folder")
+        left -= member.size
+        if left < 0:
+            raise OSError(f"there is no room for its files in {place.parent}")
+        with path.open("xb") as file:
+            shutil.copyfileobj(content, file)
 
 
 def _difference(folder: Path, bundle: Bundle) -> str:

@@ -81,13 +81,16 @@ def _table(head: list[str], rows: Iterable[list[str]]) -> list[str]:
 def _plain(text: str) -> str:
     """Return text in which nothing is Markdown or HTML: names and questions are the user's."""
     shown = readable(" ".join(text.split()))
-    return re.sub(r"[\\`*_\[\]<>|#&]", _escaped_sign, shown)
+    # no address is a link, and nobody is called
+    return re.sub(r"[\\`*_\[\]<>|#&@~$]|://|www\.", _escaped_sign, shown)
 
 
 def _escaped_sign(match: re.Match[str]) -> str:
     sign = match.group()
     # in a table's cell a backslash before a bar, or before HTML, is not heard everywhere
-    return f"&#{ord(sign)};" if sign in "<>|&" else f"\\{sign}"
+    if sign in ("://", "www."):
+        return sign[:-1] + f"&#{ord(sign[-1])};"
+    return f"&#{ord(sign)};" if sign in "<>|&@" else f"\\{sign}"
 
 
 def annotations(verdict: StudyVerdict, arms: Iterable[ArmVerdict]) -> list[str]:

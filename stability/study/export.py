@@ -7,6 +7,7 @@ and checkpoints are left out. Leaves out how the copy is packed (`records.bundle
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -27,8 +28,10 @@ from stability.records.run_lock import is_held
 
 __all__ = ["copy_records"]
 
-_OF_THIS_MACHINE = frozenset({"wandb", "jobs", "forks", "leases"})
-"""Folders of a study or a run that are no records."""
+_OF_THIS_MACHINE = frozenset({"wandb", "jobs", "forks"})
+"""Folders of a study or a run that are no records; no arm has such a name."""
+_NO_RECORD = re.compile(r"\.lock|\.lease-.*|\..*\.tmp|.*\.bundle\.tar\.gz")
+"""Files of those who hold a run, what was never whole, and earlier bundles."""
 ENVIRONMENT = "environment.txt"
 _PACKAGE = "package."
 
@@ -36,21 +39,24 @@ _PACKAGE = "package."
 def copy_records(study: Path, to: Path, *, weights: bool) -> None:
     """Make the copy of `study` in the folder `to`, which must not be there yet.
 
-    ValueError if a run of it is in training, or if it has none.
+    ValueError if a run of it is in training, or if it has none, or if it is being measured.
     """
+    if to.exists():
+        raise ValueError(f"{to}: must not be there yet")
     runs = list_runs(study)
     if not runs:
         raise ValueError(f"{study}: must be the folder of a study, got one without runs")
-    for run in runs:
+    for run in (*runs, RunPaths(study)):
         if is_held(run):
             raise ValueError(f"{run.root}: must not be in training; wait for it, or stop it")
     for folder, below, files in os.walk(study):
-        below[:] = sorted(name for name in below if name not in _OF_THIS_MACHINE)
+        below[:] = sorted(
+            name for name in below if not (name in _OF_THIS_MACHINE or _NO_RECORD.fullmatch(name))
+        )
         place = to / Path(folder).relative_to(study)
         make_folders(place)
         for name in sorted(files):
-            # what is hidden is a lock, or a file that was never whole
-            if not name.startswith(".") and not name.endswith(".lock"):
+            if not _NO_RECORD.fullmatch(name):
                 _link_or_copy(Path(folder) / name, place / name)
     copies = list_runs(to)
     manifests = [(run, read_manifest(run.manifest)) for run in copies]

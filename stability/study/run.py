@@ -106,8 +106,9 @@ def snapshot_steps_of(run: Run) -> set[int]:
 def check_existing(run: Run, *, trains_here: bool = True) -> list[str]:
     """Return what is damaged of a run that has ended, which `reopen` then sends back to training.
 
-    RunConflictError if the run's directory holds another run. A run that goes on from a checkpoint
-    needs the sources that it was begun with as well: of one that `trains_here` they are compared.
+    RunConflictError if the run's directory holds another run, or one of an attention of the user's
+    whose source is another one now. A run that goes on from a checkpoint needs all sources that it
+    was begun with: of one that `trains_here` they are compared.
     ValueError as `assemble.describe_attention`.
     """
     manifest, torn = _manifest_of(run.paths)
@@ -122,6 +123,8 @@ def check_existing(run: Run, *, trains_here: bool = True) -> list[str]:
     damaged = damage(run.paths) if manifest.state in ENDED else []
     if trains_here and (damaged or manifest.state not in ENDED):
         _refuse_other_sources(run, manifest)
+    elif manifest.state in ENDED:
+        _refuse_edited_attention(run, manifest, is_here=trains_here)
     return damaged
 
 
@@ -252,6 +255,32 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     name = resolved["implementation"]
     _refuse_source(run, manifest, name, manifest.resolved.get("source"), resolved.get("source"))
     _refuse_difference(run, "attention", manifest.resolved, resolved)
+
+
+def _refuse_edited_attention(run: Run, manifest: Manifest, *, is_here: bool) -> None:
+    """RunConflictError if a run that has ended was of another source of the user's attention.
+
+    It would be kept, and the answer be that of a kernel that is no more. Where the attention can't
+    be had, as it may be where other machines train, nothing is said.
+    """
+    was = manifest.resolved.get("source")
+    if not was:
+        return
+    from stability.study.assemble import describe_attention  # heavy: Lightning
+
+    try:
+        now = describe_attention(run.config).get("source")
+    except ValueError:
+        if is_here:
+            raise
+        return
+    if now and was != now:
+        raise RunConflictError(
+            f"{run.paths.root}: has ended, trained by {manifest.resolved['implementation']} as its "
+            f"source was then (SHA-256 {was[:12]}, now {now[:12]}); use --out for another folder, "
+            f"or another name of the study, to train with it as it is; put that source back to "
+            "keep what there is"
+        )
 
 
 def refuse_other_process(run: Run, manifest: Manifest, now: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from stability.records.metric_names import TRAIN_LOSS
 from stability.records.paths import StudyPaths
 from stability.records.protocol import Protocol, has_begun, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
+from stability.study.edited_sources import refuse_edited
 from stability.study.foreign import RunFailedError, measure_study, record_command
 from stability.study.foreign_assay import assay_commands
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
@@ -75,7 +76,8 @@ def run_commands(
     more, unobserved, and must end in the same bits. The protocol is sealed before the first run.
     What a command prints goes to `output.txt` in its run's folder. ValueError as `plan_commands`,
     for a folder that holds another run, for a checkpoint that is another one than a baseline on
-    record began from, and for what `setup` fails in.
+    record began from, for what `setup` fails in, and where a source of a run that has ended was
+    edited since.
     """
     runs = plan_commands(study, out)
     for run in runs:
@@ -83,6 +85,7 @@ def run_commands(
         if not run.is_kept and run.baseline is not None and run.baseline.manifest.exists():
             checkpoint_entry(run)
     folders = {run.arm: folder_of(run) for run in runs[: len(study.arms)]}
+    _refuse_edited(runs, folders)
     content = _content(study, runs)
     folder = StudyPaths(out / study.name)
     seal_protocol(folder.root, _protocol(content))
@@ -111,6 +114,12 @@ def run_commands(
     if any(run.role == "broken" for run in first):
         assay_commands(first, folders, study.policy, observer.run_noted, observer.study_noted)
     return runs
+
+
+def _refuse_edited(runs: Sequence[ForeignRun], folders: Mapping[str, Path | None]) -> None:
+    for run in runs:
+        if run.is_kept:
+            refuse_edited(run, folders[run.arm])
 
 
 def changed_command_protocol(study: CommandStudy, out: Path) -> list[str]:

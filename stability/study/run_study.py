@@ -296,9 +296,12 @@ def finish_study(
 def _settling(runs: list[Run], keep: str, observer: StudyObserver) -> Callable[[Run], None]:
     """Return what is called with each run once it has ended, or will not be tried again."""
     left = Counter(run.seed for run in runs)
+    before = {run.paths for run in runs if has_ended(run.paths)}
 
     def settle(run: Run) -> None:
         left[run.seed] -= 1
+        if left[run.seed] and run.paths in before:
+            return  # what it is measured from was there when it ended
         settle_ended(runs, keep, observer, run.seed, is_over=not left[run.seed])
 
     return settle

@@ -31,16 +31,31 @@ PAUSE_S = 1.0
 
 
 def settle_ended(
-    runs: list[Run], keep: str, observer: StudyObserver, seed: int, *, is_over: bool = False
+    runs: list[Run], keep: str, observer: StudyObserver, seed: int, *, is_over: bool | None = None
 ) -> None:
     """Measure and drop what can be of the runs of `seed` that have ended by now.
 
-    With `is_over` none of the others will be tried again. While another process does this in the
-    study nothing is done: the next call, or `finish_study`, finds what that one did not.
+    `is_over` says whether none of the others will be tried again; None: they may be, by others.
+    While another process does this in the study nothing is done, and where a record can't be read
+    no more than a note is made: the next call, or `finish_study`, finds what is left.
     """
     its_runs = of_seed(runs, seed)
+    try:
+        _settle_now(runs, its_runs, keep, observer, is_over)
+    except ValueError as error:
+        # this run has trained; what is wrong with another's record is told again at the end
+        observer.study_noted(f"seed {seed}: not measured yet: {error}")
+
+
+def _settle_now(
+    runs: list[Run],
+    its_runs: list[Run],
+    keep: str,
+    observer: StudyObserver,
+    is_over: bool | None,
+) -> None:
     ended = [run for run in its_runs if has_ended(run.paths)]
-    is_whole = is_over or len(ended) == len(its_runs)
+    is_whole = len(ended) == len(its_runs) if is_over is None else is_over
     if not is_whole and (keep == "all" or not _has_its_controls(its_runs, ended)):
         return
     with ExitStack() as stack:
@@ -49,9 +64,10 @@ def settle_ended(
         except BlockingIOError:
             return
         if is_whole:
-            settle_seed(runs, keep, observer, seed)
+            settle_seed(runs, keep, observer, its_runs[0].seed)
         else:
-            waiting = awaiting_assay(its_runs) if seed == runs[0].seed else set()
+            is_first = its_runs[0].seed == runs[0].seed
+            waiting = awaiting_assay(its_runs) if is_first else set()
             _settle_others(ended, keep, observer, spared=waiting)
 
 

@@ -40,6 +40,8 @@ __all__ = ["EndedRun", "StudyContent", "publish"]
 
 _NAME_LENGTH = 128
 """The longest name of an artifact that W&B takes."""
+_TITLE_LENGTH = 64
+"""The longest title of an alert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +158,7 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
             answer = {"verdict": content.verdict, "question": question}
             run.summary.update(answer | outcome_summary(content.evidence))
             if content.evidence:
-                level = alert_level(content.evidence)
-                run.alert(title=f"{name}: {content.verdict}", text=question, level=level)
+                _tell_once(mode, paths.wandb_dir, run, content)
         finally:  # else the next study would be written into this run
             run.finish()
 
@@ -170,20 +171,37 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
     _publish_once(mode, paths.wandb_dir, stamped, send)
 
 
+def _tell_once(mode: WandbMode, directory: Path, run: "wandb.Run", content: StudyContent) -> None:
+    """Send the verdict as an alert, unless it was told before: a new report is no news."""
+    level, name = alert_level(content.evidence), content.config["study"]
+    outcome = {"INFO": "PASS", "WARN": "not decided", "ERROR": "FAIL"}[level]
+    text = f"{content.verdict}\n{content.config['question']}"
+
+    def tell() -> None:
+        run.alert(title=f"{name}: {outcome}"[-_TITLE_LENGTH:], text=text, level=level)
+
+    _publish_once(mode, directory, {"level": level, "text": text}, tell, stamp="told")
+
+
 def _publish_once(
-    mode: WandbMode, directory: Path, content: Mapping[str, Any], send: Callable[[], None]
+    mode: WandbMode,
+    directory: Path,
+    content: Mapping[str, Any],
+    send: Callable[[], None],
+    *,
+    stamp: str = "published",
 ) -> None:
     """Call `send`, unless it was called for the same content, mode and destination before.
 
     `content` is JSON values; `directory` is W&B's own, and keeps the stamp.
     """
-    stamp = directory / f"published-{mode}.sha256"
+    path = directory / f"{stamp}-{mode}.sha256"
     stamped = json.dumps([destination(), dict(content)], sort_keys=True)
     digest = hashlib.sha256(stamped.encode()).hexdigest()
-    if stamp.exists() and read_plain(stamp) == f"{digest}\n".encode():
+    if path.exists() and read_plain(path) == f"{digest}\n".encode():
         return
     send()
-    write_text(stamp, digest + "\n")
+    write_text(path, digest + "\n")
 
 
 def _send_tables(run: "wandb.Run", content: StudyContent) -> None:

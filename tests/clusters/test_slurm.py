@@ -1,6 +1,7 @@
 """On a real Slurm: arrays that depend on one another, a requeue, a preemption, a lost node."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from stability.execute.job_record import read_arrays
 from stability.execute.status import RunStatus
 from tests.clusters import slurm_host
-from tests.clusters.conftest import ARMS, Command, is_under_way, variables
+from tests.clusters.conftest import ARMS, PROGRAM, ROOT, Command, is_under_way, variables
+from tests.pages import blocks_of, commands_of, in_short
 from tests.stability.study.recorded_bits import recorded_bits
 
 pytestmark = pytest.mark.clusters
@@ -138,3 +140,21 @@ def test_what_follows_the_runs_was_measured_by_the_last_job(story, trained_here)
     assert "report: " in printed.read_text()
     for name in ("distances/seed-0.json", "distances/seed-1.json"):
         assert (story.command.folder / name).read_bytes() == (trained_here / name).read_bytes()
+
+
+def test_the_tutorial_is_gone_through(slurm, tmp_path):
+    """docs/slurm.md, with a study of fewer steps."""
+    env = {**slurm_host.variables(slurm), "PYTHONPATH": variables()["PYTHONPATH"]}
+    env |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    lines = commands_of(blocks_of((ROOT / "docs" / "slurm.md").read_text()))
+    assert [line.split()[1] for line in lines] == ["init", "estimate", "run", "status", "verdict"]
+    for line in lines:
+        words = [*PROGRAM, *line.split()[1:]]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        allowed = (0, 1, 3) if " verdict " in line else (0,)
+        assert done.returncode in allowed, (line, done.stdout, done.stderr)
+        if " init " in line:
+            study = tmp_path / "study.yaml"
+            study.write_text(in_short(study.read_text()))
+        elif " status " in line:
+            assert done.stdout.count("finished") == 8, done.stdout

@@ -2,10 +2,15 @@
 
 import io
 import json
+import random
 import shutil
 import tarfile
+import tempfile
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stability.cli.main import main
 from stability.records.bundle import opened_bundle
@@ -67,6 +72,15 @@ def test_a_bundle_is_verified_where_nothing_else_of_the_study_is(study, tmp_path
 
 
 @pytest.mark.slow
+def test_from_inside_of_the_study_it_is_the_same(study, monkeypatch, capsys):
+    before = held(study)
+    monkeypatch.chdir(study / "baseline")
+    assert code_of("export", "..") == 0
+    assert held(study) == before
+    assert (study.parent / "tiny.bundle.tar.gz").exists()
+
+
+@pytest.mark.slow
 def test_by_default_it_lies_beside_the_study_and_says_how_it_is_checked(study, capsys):
     assert code_of("export", study) == 0
     said = capsys.readouterr().out
@@ -124,7 +138,9 @@ def test_what_was_exchanged_is_named(exported, tmp_path, capsys, file, old, new,
     [
         ("tiny/more.txt", "more.txt is there, and is not listed"),
         ("../outside.txt", "must be a whole bundle"),
+        ("/outside.txt", "must be a whole bundle"),
         ("other/more.txt", "must be a bundle, which holds one folder"),
+        ("tiny/study.json", "must be a whole bundle"),
     ],
 )
 def test_a_file_that_is_not_listed_or_lies_elsewhere_is_refused(
@@ -136,6 +152,64 @@ def test_a_file_that_is_not_listed_or_lies_elsewhere_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["changed.tar.gz"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (tarfile.SYMTYPE, "/etc"),
+        (tarfile.SYMTYPE, "study.json"),
+        (tarfile.LNKTYPE, "../outside.txt"),
+        (tarfile.LNKTYPE, "/etc/hostname"),
+        (tarfile.LNKTYPE, "tiny/later.txt"),
+        (tarfile.FIFOTYPE, ""),
+        (tarfile.CHRTYPE, ""),
+    ],
+)
+def test_a_member_that_could_lead_elsewhere_is_refused(tmp_path, capsys, kind, target):
+    """Whatever comes after it: nothing is written through a link, and nothing is read by one."""
+    bundle = tmp_path / "in" / "wild.tar.gz"
+    bundle.parent.mkdir()
+    (tmp_path / "outside.txt").write_text("mine")
+    with tarfile.open(bundle, "w:gz") as archive:
+        entry = tarfile.TarInfo("tiny/way")
+        entry.type, entry.linkname = kind, target
+        archive.addfile(entry)
+        entry = tarfile.TarInfo("tiny/way/outside.txt")
+        entry.size = 4
+        archive.addfile(entry, io.BytesIO(b"more"))
+    assert code_of("verify", bundle) == 2
+    assert "must be a whole bundle" in capsys.readouterr().err
+    assert (tmp_path / "outside.txt").read_text() == "mine"
+    assert [path.name for path in bundle.parent.iterdir()] == ["wild.tar.gz"]
+
+
+def test_a_bundle_that_no_disk_holds_is_refused_before_it_fills_one(tmp_path, monkeypatch, capsys):
+    bundle = tmp_path / "large.tar.gz"
+    with tarfile.open(bundle, "w:gz") as archive:
+        entry = tarfile.TarInfo("tiny/zeros")
+        entry.size = 2**20
+        archive.addfile(entry, io.BytesIO(bytes(2**20)))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**19))
+    assert code_of("verify", bundle) == 2
+    assert "there is no room for its files" in capsys.readouterr().err
+
+
+@given(st.integers(0, 3000), st.integers(1, 255))
+@settings(max_examples=60)
+def test_a_damaged_archive_is_one_line(at, bits):
+    with tempfile.TemporaryDirectory() as place:
+        bundle = Path(place) / "small.tar.gz"
+        with tarfile.open(bundle, "w:gz") as archive:
+            entry = tarfile.TarInfo("tiny/bundle.json")
+            entry.size = 3000
+            archive.addfile(entry, io.BytesIO(random.Random(0).randbytes(3000)))
+        data = bytearray(bundle.read_bytes())
+        data[at % len(data)] ^= bits
+        bundle.write_bytes(data)
+        with pytest.raises(ValueError, match=r"small\.tar\.gz: "), opened_bundle(bundle):
+            pass
+
+
 def test_what_can_not_be_exported_says_why(study, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert code_of("export", tmp_path / "empty") == 2
@@ -143,6 +217,8 @@ def test_what_can_not_be_exported_says_why(study, tmp_path, capsys):
     with hold(RunPaths.for_run(study, "nudge", 0)):
         assert code_of("export", study) == 2
     assert "must not be in training" in capsys.readouterr().err
+    assert code_of("export", study, "--to", tmp_path / "a.zip") == 2
+    assert "must end in .tar.gz or .tgz" in capsys.readouterr().err
     (tmp_path / "no.tar.gz").write_bytes(b"nothing")
     assert code_of("verify", tmp_path / "no.tar.gz") == 2
     assert "must be a whole bundle" in capsys.readouterr().err

@@ -13,7 +13,8 @@ from stability.config.load import load_study
 from stability.records.identity import environment
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
-from stability.study.run import RunConflictError
+from stability.study.run import RunConflictError, check_existing
+from stability.study.run_study import plan_study
 from tests.conftest import train_edited
 from tests.stability.study.recorded_bits import recorded_bits
 
@@ -89,11 +90,29 @@ def test_a_run_whose_attention_was_edited_is_not_resumed(source, stopped, run_ti
     assert run_tiny(study, out).ended[-1][2:] == ("finished", "")
 
 
-def test_a_run_that_ended_is_kept_after_its_attention_was_edited(source, stopped, run_tiny):
-    study, out, _ = stopped
+def test_a_run_that_ended_is_no_answer_once_its_attention_was_edited(source, stopped, run_tiny):
+    """It would be kept, and its PASS be taken for that of the kernel as it is now."""
+    study, out, run = stopped
     run_tiny(study, out)
     _edit(source)
+    said = (
+        r"own/seed-0: has ended, trained by my_attention:attend as its source was then \(SHA-256 "
+        r"[0-9a-f]{12}, now [0-9a-f]{12}\); use --out for another folder, or another name"
+    )
+    for trains_here in (True, False):
+        planned = next(each for each in plan_study(study, out) if each.arm.name == "own")
+        with pytest.raises(RunConflictError, match=said):
+            check_existing(planned, trains_here=trains_here)
+    with pytest.raises(RunConflictError, match=said):
+        run_tiny(study, out)
+    source.write_text(ATTENTION)
+    sys.modules.pop("my_attention", None)
     assert run_tiny(study, out).ended[-1][2:] == ("finished", "kept")
+    # where other machines train, this one may lack it
+    source.unlink()
+    sys.modules.pop("my_attention", None)
+    assert check_existing(planned, trains_here=False) == []
+    assert read_manifest(run.manifest).state == "finished"
 
 
 def test_an_attention_may_be_mended_before_the_first_checkpoint(source, stopped, run_tiny):

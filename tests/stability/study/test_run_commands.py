@@ -105,6 +105,32 @@ def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     assert "EXPLORATORY: arm later was added" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_run_that_ended_is_no_answer_once_its_script_was_edited(
+    commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be kept, and what it says be taken for what the script does now."""
+    helper = commands.folder / "helper.py"
+    helper.write_text("FACTOR = 1.0\n")
+    script = "import helper\n" + commands.script.read_text()
+    commands.script.write_text(script)
+    arms: dict[str, Any] = {"rerun": {}}
+    assert commands.run(arms, seeds=[0]) == 0
+    before = commands.paths("rerun").manifest.read_bytes()
+    for file, was in ((commands.script, script), (helper, helper.read_text())):
+        file.write_text(was + "# another\n")
+        capsys.readouterr()
+        assert commands.run(arms, seeds=[0]) == 2
+        said = capsys.readouterr().err
+        assert f"seed-0: has ended, and {file.name} was edited since; use --out" in said
+        words = [sys.executable, "train.py", "--seed", "{seed}", "--lr", "0.01", "--bf16"]
+        asked = ["--study", "mine", "--arm", "rerun", "--steps", "12", "--wandb", "disabled"]
+        assert code_of("record", *asked, "--", *words) == 2
+        file.write_text(was)
+    assert commands.run(arms, seeds=[0]) == 0
+    assert commands.paths("rerun").manifest.read_bytes() == before
+
+
 def test_two_changes_in_one_arm_are_refused_before_anything_runs(
     commands: Commands, capsys: pytest.CaptureFixture[str]
 ) -> None:

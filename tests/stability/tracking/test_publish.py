@@ -323,6 +323,10 @@ def test_the_verdict_is_an_alert_of_the_studys_run(published, offline_log, read_
     (alert,) = [record["alert"] for record in read_records(log) if "alert" in record]
     study = read_study(published)
     verdict = judge_arms(study, study.policy)
-    assert alert["title"] == f"quickstart: {headline(verdict)}"
-    assert alert["text"] == study.question
-    assert alert["level"] == alert_level([arm.to_dict() for arm in verdict.arms])
+    level = alert_level([arm.to_dict() for arm in verdict.arms])
+    assert alert["level"] == level
+    assert alert["title"].startswith("quickstart: ")
+    assert alert["text"] == f"{headline(verdict)}\n{study.question}"
+    # what was told is not told again for a page that was written anew
+    told = StudyPaths(published).wandb_dir / "told-offline.sha256"
+    assert len(told.read_text().strip()) == 64
