@@ -17,7 +17,7 @@ from stability.records.metric_names import DRIFT_FROM, DRIFT_OF
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import file_checksum, read_sealed, write_sealed
 from stability.report.page.html import write_page
-from stability.study import run_study
+from stability.study import settle
 from stability.study.fork import fork_drifts, plan_fork, run_fork
 from stability.study.run import RunConflictError
 from stability.study.train_run import TrainOptions
@@ -103,7 +103,7 @@ def test_stale_drifts_are_named_and_left_out_until_they_are_computed_anew(
     copied, monkeypatch, capsys
 ):
     path, folder = copied
-    monkeypatch.setattr(run_study, "remake_drifts", lambda *_: [])  # killed before it came to that
+    monkeypatch.setattr(settle, "remake_drifts", lambda *_: [])  # killed before it came to that
     retrain_baseline(path, folder, monkeypatch)
     assert drifts(folder) == {0: drifts(folder)[0]}, "the initial weights are the same bits again"
     assert main(["show", str(folder)]) == 0
@@ -144,7 +144,7 @@ def test_two_runs_are_verified_with_their_drifts(copied, monkeypatch, capsys):
         0,
         True,
     )
-    monkeypatch.setattr(run_study, "remake_drifts", lambda *_: [])
+    monkeypatch.setattr(settle, "remake_drifts", lambda *_: [])
     retrain_baseline(path, folder, monkeypatch)
     code, said = verified_pair(folder, "nudge", capsys)
     assert code == 1

@@ -59,6 +59,7 @@ def main() -> None:
     ]
     found = [sharded_drift(*sharded, held=held) for held in (2**26, 3000)]
     print(json.dumps([*found, norm_of(sharded[0].values())]))
+    dist.barrier()  # a rank that leaves while another still talks may end that one
     dist.destroy_process_group()
 
 
