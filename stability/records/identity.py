@@ -209,6 +209,11 @@ def is_module(key: str) -> bool:
     return key.startswith("module.")
 
 
+def recorded_modules(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return the hashes of the user's own modules in an environment, by the module's name."""
+    return {key.partition(".")[2]: str(environment[key]) for key in environment if is_module(key)}
+
+
 def is_of_process(key: str) -> bool:
     """Whether the entry is true of the process that trains alone, which imports the modules."""
     return key.startswith(("switch.", "module."))

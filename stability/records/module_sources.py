@@ -11,13 +11,14 @@ known. Leaves out what a module reads without executing it.
 import hashlib
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from importlib import machinery
 from pathlib import Path
 from typing import Any
 
 from stability.records.distributions import is_installed, is_known_by_version
 
-__all__ = ["UNHASHED", "own_modules", "watch_sources"]
+__all__ = ["UNHASHED", "edited_modules", "own_modules", "watch_sources"]
 
 UNHASHED = "unhashed"
 """Stands for the hash of what has no source that could be read."""
@@ -71,6 +72,27 @@ def _note(event: str, args: tuple[Any, ...]) -> None:
     _executed.add(
         ("" if file.startswith("<") else os.path.abspath(file), caller.f_code.co_filename, name)
     )
+
+
+def edited_modules(recorded: Mapping[str, str], folders: Iterable[Path]) -> list[str]:
+    """Return the files in `folders` of modules that were hashed, and are none of them as they were.
+
+    `recorded` has hashes by module, as `own_modules` returns them. A module of which there is no
+    file here may lie elsewhere, and is not judged.
+    """
+    places, edited = [*folders], []
+    for name, was in recorded.items():
+        path = name.replace(".", "/")
+        found = [
+            file
+            for folder in places
+            for file in (folder / f"{path}.py", folder / path / "__init__.py")
+            if file.is_file()
+        ]
+        is_hash = len(was) == hashlib.sha256().digest_size * 2
+        if is_hash and found and was not in map(_hash_file, map(str, found)):
+            edited.append(found[0].name)
+    return edited
 
 
 def own_modules() -> dict[str, str]:

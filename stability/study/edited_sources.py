@@ -5,13 +5,13 @@ they lie in the folder that the command runs in, or beside a file that it names.
 runs must have alike (`analysis.launch_contract`), and a run that has not ended.
 """
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from stability.recorder.inside.launched import NamedFiles
-from stability.records.identity import is_module
+from stability.records.identity import recorded_modules
 from stability.records.manifest import Manifest, read_manifest
+from stability.records.module_sources import edited_modules
 from stability.study.foreign_plan import ForeignRun
 
 __all__ = ["refuse_edited"]
@@ -48,19 +48,6 @@ def _edited_files(manifest: Manifest, place: Path) -> Iterator[str]:
             yield name
 
 
-def _edited_modules(manifest: Manifest, place: Path) -> Iterator[str]:
-    """Yield modules of which there are files where they may lie, and none as it was."""
+def _edited_modules(manifest: Manifest, place: Path) -> list[str]:
     folders = {place, *((place / name).parent for name in _named(manifest))}
-    for key, was in manifest.environment.items():
-        if not is_module(key) or len(str(was)) != hashlib.sha256().digest_size * 2:
-            continue
-        path = key.partition(".")[2].replace(".", "/")
-        found = [
-            file
-            for folder in folders
-            for file in (folder / f"{path}.py", folder / path / "__init__.py")
-            if file.is_file()
-        ]
-        hashes = {hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
-        if found and was not in hashes:
-            yield found[0].name
+    return edited_modules(recorded_modules(manifest.environment), folders)

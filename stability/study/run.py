@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from stability.analysis.pair_contract import start_breach
@@ -22,6 +23,7 @@ from stability.records.identity import (
     is_of_process,
     is_on_record,
     may_be_missing,
+    recorded_modules,
 )
 from stability.records.manifest import (
     ENDED,
@@ -31,6 +33,7 @@ from stability.records.manifest import (
     read_manifest,
     write_manifest,
 )
+from stability.records.module_sources import edited_modules
 from stability.records.paths import RunPaths, checkpoint_steps, strange_files
 from stability.records.run_files import damage
 from stability.records.run_lock import hold
@@ -124,7 +127,7 @@ def check_existing(run: Run, *, trains_here: bool = True) -> list[str]:
     if trains_here and (damaged or manifest.state not in ENDED):
         _refuse_other_sources(run, manifest)
     elif manifest.state in ENDED:
-        _refuse_edited_attention(run, manifest, is_here=trains_here)
+        _refuse_edited(run, manifest, is_here=trains_here)
     return damaged
 
 
@@ -257,12 +260,20 @@ def _refuse_other_sources(run: Run, manifest: Manifest) -> None:
     _refuse_difference(run, "attention", manifest.resolved, resolved)
 
 
-def _refuse_edited_attention(run: Run, manifest: Manifest, *, is_here: bool) -> None:
-    """RunConflictError if a run that has ended was of another source of the user's attention.
+def _refuse_edited(run: Run, manifest: Manifest, *, is_here: bool) -> None:
+    """RunConflictError if a run that has ended was of another source of the user's own.
 
     It would be kept, and the answer be that of a kernel that is no more. Where the attention can't
     be had, as it may be where other machines train, nothing is said.
     """
+    # modules that it imports, and others of the user's, have their hashes too
+    edited = edited_modules(recorded_modules(manifest.environment), [Path.cwd()])
+    if edited:
+        raise RunConflictError(
+            f"{run.paths.root}: has ended, and {edited[0]} was edited since; use --out for another "
+            "folder, or another name of the study, to train with it as it is; put the file back to "
+            "keep what there is"
+        )
     was = manifest.resolved.get("source")
     if not was:
         return

@@ -10,6 +10,7 @@ import torch
 from attention_kernels import PROFILES
 from attention_kernels.machine import _cpu_formats, _gpu_formats, engines
 from attention_kernels.peers.registry import PEERS
+from stability.cli import abilities as cli_abilities
 from stability.cli.abilities import abilities
 from stability.cli.main import main
 
@@ -107,3 +108,17 @@ def test_unknown_option_is_one_line_and_exit_code_2(capsys):
         main(["doctor", "--jsno"])
     assert stop.value.code == 2
     assert "--jsno" in capsys.readouterr().err
+
+
+def test_what_is_timed_is_the_fastest_of_a_few_and_what_can_not_be_says_why(monkeypatch):
+    clock = iter([0.0, 9.0, 10.0, 10.5, 20.0, 23.0])
+    monkeypatch.setattr(cli_abilities.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert cli_abilities._fastest(lambda: calls.append(1), torch.device("cpu")) == 500
+    assert len(calls) == 4, "the first warms up, and is not timed"
+
+    def full(call, place):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(cli_abilities, "_fastest", full)
+    assert set(cli_abilities.speeds("cpu").values()) == {"CUDA out of memory"}

@@ -16,6 +16,7 @@ from stability.cli.main import main
 from stability.records.bundle import opened_bundle
 from stability.records.paths import RunPaths, list_runs, sketch_steps, snapshot_steps
 from stability.records.run_lock import hold
+from stability.study.export import copy_records
 
 
 def code_of(*words):
@@ -208,6 +209,30 @@ def test_a_damaged_archive_is_one_line(at, bits):
         bundle.write_bytes(data)
         with pytest.raises(ValueError, match=r"small\.tar\.gz: "), opened_bundle(bundle):
             pass
+
+
+def test_files_of_a_record_go_with_it_and_those_of_who_holds_it_do_not(
+    study, tmp_path, monkeypatch
+):
+    """DCP hides what it says of a folder's content, and so does who holds a run."""
+    run = RunPaths.for_run(study, "nudge", 0)
+    folder = run.snapshots_dir / "step-00000009.dcp"
+    folder.mkdir()
+    there = [folder / ".metadata", folder / "__0_0.distcp"]
+    gone = [run.lock, run.root / ".lease-abc", run.root / ".metrics.jsonl.1.tmp"]
+    gone += [study / "old.bundle.tar.gz", study / "jobs" / "slurm.json"]
+    for path in (*there, *gone):
+        path.write_text("x")
+    (study / "leases").mkdir()
+    (study / "leases" / "an-arm.txt").write_text("x")
+    monkeypatch.setattr("stability.study.export.is_held", lambda _: False)  # by a lease that is old
+    copy_records(study, tmp_path / "copy", weights=True)
+    copied = held(tmp_path / "copy")
+    assert {str(path.relative_to(study)) for path in there} <= copied
+    assert "leases/an-arm.txt" in copied
+    assert not {str(path.relative_to(study)) for path in gone} & copied
+    with pytest.raises(ValueError, match="must not be there yet"):
+        copy_records(study, tmp_path / "copy", weights=True)
 
 
 def test_what_can_not_be_exported_says_why(study, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A run that has begun goes on with the attention that it was begun with, or is refused by name."""
 
+import hashlib
 import importlib
 import py_compile
 import shutil
@@ -113,6 +114,29 @@ def test_a_run_that_ended_is_no_answer_once_its_attention_was_edited(source, sto
     sys.modules.pop("my_attention", None)
     assert check_existing(planned, trains_here=False) == []
     assert read_manifest(run.manifest).state == "finished"
+
+
+@pytest.mark.parametrize("trains_here", [True, False])
+def test_nor_once_a_module_that_it_imports_was_edited(
+    source, stopped, run_tiny, monkeypatch, trains_here
+):
+    study, out, run = stopped
+    run_tiny(study, out)
+    monkeypatch.chdir(source.parent)
+    helper = source.with_name("my_helper.py")
+    helper.write_text("BLOCK = 64\n")
+    manifest = read_manifest(run.manifest)
+    listed = {"module.my_helper": hashlib.sha256(helper.read_bytes()).hexdigest()}
+    write_manifest(run.manifest, replace(manifest, environment={**manifest.environment, **listed}))
+    planned = next(each for each in plan_study(study, out) if each.arm.name == "own")
+    assert check_existing(planned, trains_here=trains_here) == []
+    helper.write_text("BLOCK = 32\n")
+    with pytest.raises(
+        RunConflictError, match=r"has ended, and my_helper\.py was edited since; use"
+    ):
+        check_existing(planned, trains_here=trains_here)
+    helper.unlink()
+    assert check_existing(planned, trains_here=trains_here) == [], "it may lie elsewhere"
 
 
 def test_an_attention_may_be_mended_before_the_first_checkpoint(source, stopped, run_tiny):

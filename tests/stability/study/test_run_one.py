@@ -12,7 +12,8 @@ from stability.records.paths import RunPaths
 from stability.records.run_lock import hold
 from stability.study import run_one as module
 from stability.study.run_one import run_one
-from stability.study.run_study import finish_study, plan_study
+from stability.study.run_study import _settling, finish_study, plan_study
+from stability.study.settle import settle_ended
 from stability.study.train_run import TrainOptions
 from tests.conftest import SilentObserver
 from tests.stability.study.recorded_bits import recorded_bits
@@ -90,6 +91,40 @@ def test_what_follows_the_runs_is_measured_by_one_process(write_study, tmp_path,
         "freeze_window",
         "update_assays",
     ]
+
+
+def test_a_record_that_can_not_be_read_fails_no_run_that_has_trained(
+    write_study, tmp_path, monkeypatch
+):
+    """It is told, and `finish_study` comes to it once more."""
+
+    def damaged(paths):
+        raise ValueError(f"{paths.manifest}: is truncated")
+
+    study, observer = load_study(write_study()), SilentObserver()
+    runs = plan_study(study, tmp_path)
+    monkeypatch.setattr("stability.study.settle.has_ended", damaged)
+    told: list[str] = []
+    observer.study_noted = told.append
+    settle_ended(runs, "none", observer, runs[0].seed)
+    (said,) = told
+    assert said.startswith("seed 0: not measured yet: ")
+    assert "is truncated" in said
+
+
+def test_runs_on_record_are_not_measured_again_one_by_one(write_study, tmp_path, monkeypatch):
+    study, observer = load_study(write_study()), SilentObserver()
+    runs = plan_study(study, tmp_path)
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr("stability.study.run_study.has_ended", lambda paths: True)
+    monkeypatch.setattr(
+        "stability.study.run_study.settle_ended",
+        lambda runs, keep, observer, seed, is_over: asked.append((seed, is_over)),
+    )
+    settle = _settling(runs, "none", observer)
+    for run in runs:
+        settle(run)
+    assert asked == [(seed, True) for seed in study.seeds]
 
 
 @pytest.mark.long
