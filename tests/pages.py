@@ -1,15 +1,65 @@
 """Reads the pages of the documentation as their readers do: blocks, commands, studies in short."""
 
+import functools
+import importlib
 import re
+import runpy
+import sys
+from pathlib import Path
 
 import yaml
 
-__all__ = ["blocks_of", "commands_of", "in_short"]
+import stability.cli.main
+
+__all__ = [
+    "BEYOND_THIS_MACHINE",
+    "ROOT",
+    "blocks_of",
+    "commands_of",
+    "in_short",
+    "parsed",
+    "prose_of",
+    "site_pages",
+    "spans_of",
+]
+
+ROOT = Path(__file__).parent.parent
+_COMMAND_LINE = sys.modules["stability.cli.main"]
+
+BEYOND_THIS_MACHINE = {
+    "make demo": "several minutes; a study in short takes its place",
+    "make test": "runs this test",
+    "make install": "a virtual environment from the package index; test_wheel.py has the wheel's",
+    "make experiments": "half an hour",
+    "source .venv/bin/activate": "the environment of the test takes its place",
+    "pip install": "the package index; that the extra exists is asked",
+    "ray start": "a cluster: tests/clusters/test_ray.py starts one, as test_slurm.py does a Slurm",
+    "stability run study.yaml --executor slurm": "the same; the real parser takes the line",
+    "stability run study.yaml --executor ray": "the same",
+    "wandb": "an account, or a terminal of its own; that the verb exists is asked",
+}
+"""Commands of fenced blocks, by what they begin with, that no test runs, and why."""
+
+
+def site_pages():
+    """Return the files that are pages of the site, in its order, README first."""
+    sections = runpy.run_path(str(ROOT / "docs" / "build_site.py"))["PAGES"]
+    return [origin for pages in sections.values() for origin in pages.values()]
 
 
 def blocks_of(text):
     """Return the fenced blocks of a page: language and content."""
     return re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
+
+
+def prose_of(text):
+    """Return a page without its fenced blocks."""
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def spans_of(text):
+    """Return what stands between backticks in a page's prose, each on one line."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose_of(text))]
 
 
 def commands_of(blocks):
@@ -21,6 +71,31 @@ def commands_of(blocks):
         for line in block.splitlines()
         if line.strip() and not line.startswith("#")
     ]
+
+
+def parsed(words):
+    """Return what the real parser makes of `stability WORDS`, without doing it.
+
+    SystemExit for words that it does not take.
+    """
+    verb = words[0]
+    if verb not in _COMMAND_LINE.VERBS:
+        _COMMAND_LINE.main(words)
+    module = importlib.import_module(_COMMAND_LINE.VERBS[verb][0])
+    command = getattr(module, verb)
+    taken = {}
+
+    @functools.wraps(command)
+    def take(**given):
+        taken.update(given)
+        return 0
+
+    setattr(module, verb, take)
+    try:
+        assert _COMMAND_LINE.main(words) == 0
+    finally:
+        setattr(module, verb, command)
+    return taken
 
 
 def in_short(text):

@@ -16,6 +16,16 @@ def test_named_file_exists(path):
     assert (ROOT / path).exists()
 
 
+def test_a_folder_of_the_tree_exists():
+    tree = PAGE.split("```text\n")[1].split("```")[0]
+    folders = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
+    folders += re.findall(r"(?<=[;:,] )[\w/]+/(?= |,|;)", tree)
+    assert len(folders) > 12
+    within = ("", "stability", "stability/report", "kernels/attention_kernels", "experiments")
+    homes = [ROOT / home for home in within]
+    assert [x for x in folders if not any((home / x).is_dir() for home in homes)] == []
+
+
 def test_enough_files_are_named():
     assert len(PATHS) > 30
 

@@ -147,6 +147,24 @@ def test_a_message_of_the_table_is_one_that_is_said(message: str) -> None:
     assert [part for part in parts if part not in said] == []
 
 
+PRINTED = {
+    "held out: 11 samples that the script evaluates at 3 steps": "test_recorded_held_out.py",
+    "nothing else that was seen; linear products: ": "test_forgeries.py",
+    ": finished after ": "test_startup.py",
+}
+"""What blocks without a language show, and the test of the recorder that sees it said."""
+
+
+def test_what_is_printed_on_the_page_is_held_somewhere() -> None:
+    """But for the ladder, which test_readme holds."""
+    printed = [block for kind, block in BLOCKS if not kind and "yardstick" not in block]
+    ladders = [block for block in printed if "what changed" in block]
+    assert len(printed) - len(ladders) == len(PRINTED)
+    for said, file in PRINTED.items():
+        assert any(said in block for block in printed)
+        assert said in (ROOT / "tests" / "stability" / "recorder" / file).read_text()
+
+
 def test_every_verb_on_the_page_exists(capsys: pytest.CaptureFixture[str]) -> None:
     verbs = {text.split()[1] for text in re.findall(r"`(stability \w[^`]*)`", PAGE)}
     verbs |= {command.split()[1] for command in COMMANDS}
