@@ -196,8 +196,11 @@ def role_of(
 
 
 def _may_be_higher(axis: str) -> bool:
-    """Whether a reference may change `axis`; of a command nobody can tell what its flags mean."""
-    return axis in REFERENCE_AXES or touches([axis], ("program", "flags", "env"))
+    """Whether a reference may change `axis`; nobody can tell what a command's flags mean.
+
+    Nor what a call's `config` does, or what was declared of checkpoints.
+    """
+    return axis in REFERENCE_AXES or touches([axis], ("program", "flags", "env", "config"))
 
 
 def default_role(name: str, differences: Mapping[str, Any], yardstick: str) -> Role:

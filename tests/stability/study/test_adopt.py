@@ -258,10 +258,10 @@ def test_a_forged_adoption_is_worse_than_unproven(
         run.manifest.write_bytes(kept)
     path = StudyPaths(tmp_path / "runs" / "mine").study
     content = read_sealed(path, "")
-    content["arms"][1]["role"] = "reference"
+    content["arms"][1]["role"] = "nudge"
     write_sealed(path, content)
     said = verified(tmp_path, capsys)[1]
-    assert "must not be reference in an arm that also changes config.declared" in said
+    assert "must not be nudge in an arm that changes config.declared" in said
 
 
 def tied_states(scale: float) -> States:
@@ -303,6 +303,10 @@ def test_the_verdict_asks_nothing_of_checkpoints_that_they_cannot_give(
     assert "no run has a held-out loss: checkpoints tell none. assay" in said
     assert "adopt such a series with `--role NAME=reference`" in said
     assert "held_out:" not in said
+    # and so it can be done
+    assert adopted(tmp_path, *words, "--role", "x=reference", seed=1) == 0
+    higher = RunPaths.for_run(tmp_path / "runs" / "mine", "x", 1)
+    assert read_manifest(higher.manifest).role == "reference"
 
 
 class _Wrapped(LightningModule):
