@@ -40,6 +40,10 @@ PAGES = {
     },
     "How to": {
         "study.md": "docs/study.md",
+        "policy.md": "docs/policy.md",
+        "read_a_report.md": "docs/read_a_report.md",
+        "adopt.md": "docs/adopt.md",
+        "extend.md": "docs/extend.md",
         "look.md": "docs/look.md",
         "instrument.md": "docs/instrument.md",
         "layouts.md": "docs/layouts.md",

@@ -4,12 +4,9 @@ import functools
 import importlib
 import re
 import runpy
-import sys
 from pathlib import Path
 
 import yaml
-
-import stability.cli.main
 
 __all__ = [
     "BEYOND_THIS_MACHINE",
@@ -24,7 +21,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parent.parent
-_COMMAND_LINE = sys.modules["stability.cli.main"]
+# by its name, since in `stability.cli` the function of that name takes the module's place
+_COMMAND_LINE = importlib.import_module("stability.cli.main")
 
 BEYOND_THIS_MACHINE = {
     "make demo": "several minutes; a study in short takes its place",

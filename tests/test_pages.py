@@ -45,6 +45,7 @@ COMMANDS = README + "test_stability_command_runs"
 ANSWER = README + "test_the_answer_is_one_text"
 LADDER = README + "test_a_ladder_is_what_its_study_prints"
 TUTORIAL = "test_tutorials.py::test_a_tutorial_is_gone_through"
+HOW_TO = "test_how_to.py::"
 OWN = "test_your_own_training.py::"
 GONE_THROUGH = {
     "README.md": {"sh": README + "test_a_door_leads_to_an_answer", "text": ANSWER},
@@ -58,6 +59,16 @@ GONE_THROUGH = {
     },
     "docs/hugging_face.md": {"sh": TUTORIAL, "python": TUTORIAL},
     "docs/slurm.md": {"sh": "clusters/test_slurm.py::test_the_tutorial_is_gone_through"},
+    "docs/read_a_report.md": {"sh": COMMANDS},
+    "docs/policy.md": {"sh": COMMANDS, "yaml": HOW_TO + "test_the_policy_of_the_page_is_one"},
+    "docs/adopt.md": {"sh": HOW_TO + "test_checkpoints_are_adopted_as_the_page_says"},
+    "docs/extend.md": {
+        "sh": HOW_TO + "test_what_is_of_the_readers_own_trains_and_is_measured",
+        "python": HOW_TO + "test_what_is_of_the_readers_own_trains_and_is_measured",
+        "toml": HOW_TO + "test_what_is_of_the_readers_own_trains_and_is_measured",
+        "yaml": HOW_TO + "test_what_is_of_the_readers_own_trains_and_is_measured",
+        "diff": HOW_TO + "test_a_change_of_the_package_does_what_the_page_says",
+    },
     "docs/study.md": {"sh": COMMANDS, "": LADDER},
     "docs/look.md": {"sh": COMMANDS},
     "docs/instrument.md": {"sh": COMMANDS, "python": PYTHON},
