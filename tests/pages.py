@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from stability.cli import main as command_line
+
 __all__ = [
     "BEYOND_THIS_MACHINE",
     "ROOT",
@@ -21,8 +23,6 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parent.parent
-# by its name, since in `stability.cli` the function of that name takes the module's place
-_COMMAND_LINE = importlib.import_module("stability.cli.main")
 
 BEYOND_THIS_MACHINE = {
     "make demo": "several minutes; a study in short takes its place",
@@ -77,9 +77,9 @@ def parsed(words):
     SystemExit for words that it does not take.
     """
     verb = words[0]
-    if verb not in _COMMAND_LINE.VERBS:
-        _COMMAND_LINE.main(words)
-    module = importlib.import_module(_COMMAND_LINE.VERBS[verb][0])
+    if verb not in command_line.VERBS:
+        command_line.main(words)
+    module = importlib.import_module(command_line.VERBS[verb][0])
     command = getattr(module, verb)
     taken = {}
 
@@ -90,7 +90,7 @@ def parsed(words):
 
     setattr(module, verb, take)
     try:
-        assert _COMMAND_LINE.main(words) == 0
+        assert command_line.main(words) == 0
     finally:
         setattr(module, verb, command)
     return taken
