@@ -26,12 +26,12 @@ NAMES = [
     "instrument",
     "layouts",
     "look",
-    "policy",
     "quickstart",
-    "read_a_report",
     "study",
     "trust",
     "verdict",
+    "policy",
+    "read_a_report",
 ]
 FILES = ["README.md", *(f"docs/{name}.md" for name in NAMES), "experiments/README.md"]
 PAGES = {file: (ROOT / file).read_text() for file in FILES}
