@@ -84,6 +84,7 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 docs: $(INSTALLED)
 	$(BIN)/python docs/draw_rooms.py
 	$(BIN)/python docs/draw_verdict.py
+	$(BIN)/python docs/draw_chaos.py
 	PATH="$(BIN):$$PATH" $(BIN)/python docs/build_site.py
 
 # what has to be true before a release, one line a check; publishes nothing
