@@ -84,7 +84,7 @@ def called_on(device: torch.device, attention: Callable[..., Any]) -> Callable[.
         named = {name: there(x) for name, x in options.items()}
         returned = attention(*(there(x) for x in inputs), **named)
         if isinstance(returned, tuple | list):
-            return type(returned)(here(x) for x in returned)
+            return tuple(here(x) for x in returned)
         return here(returned)
 
     return moved
