@@ -14,7 +14,8 @@
   const off = new Set(); // arms switched off
   const drawn = new Set(); // ids of the charts drawn so far
   let observer;
-  let printing = false; // paper is white whatever the theme
+  let printing = false; // paper is white whatever the theme, and narrower than the screen
+  const PAPER = 660; // px between the margins of A4 and of Letter
 
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const plot = (id) => document.getElementById(id);
@@ -84,7 +85,8 @@
       });
       layout.yaxis = { ...layout.yaxis, tickvals: on, ticktext };
     }
-    if (narrow.matches) {
+    if (printing) Object.assign(layout, { width: PAPER, autosize: false });
+    else if (narrow.matches) {
       layout.height = source.height + 60;
       if (source.xaxis?.type === "category" && source.legend) { // its ticks stand upright
         layout.height += 80;
