@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 # Nobody knows the ground that a terminal writes on: yellow, cyan and bold green can't be read on
-# white, blue not on black. Magenta can on both, and any of them can below black letters.
-FINE, OPEN, BAD, ALARM = "green", "magenta", "red", "bold red"
+# white, blue not on black, and magenta is the red of some themes. Any of them can below black.
+FINE, OPEN, BAD, ALARM = "green", "bold", "red", "bold red"
 FINE_BADGE, OPEN_BADGE, BAD_BADGE = "black on green", "black on yellow", "bright_white on red"
 
 

@@ -52,7 +52,6 @@ def test_cells_and_headings_are_text(capsys):
 # what terminals show as the named colours: xterm, Terminal of macOS, Tango (GNOME)
 SHOWN_AS = {
     "green": ("00cd00", "00a600", "4e9a06"),
-    "magenta": ("cd00cd", "b200b2", "75507b"),
     "red": ("cd0000", "990000", "cc0000"),
     "yellow": ("cdcd00", "999900", "c4a000"),
     "bright_white": ("ffffff", "e6e6e6", "eeeeec"),
@@ -71,7 +70,7 @@ def contrast(a, b):
     return (lighter + 0.05) / (darker + 0.05)
 
 
-@pytest.mark.parametrize("style", [tables.FINE, tables.OPEN, tables.BAD])
+@pytest.mark.parametrize("style", [tables.FINE, tables.BAD])
 def test_words_can_be_read_on_black_and_on_white(style):
     """Yellow and cyan have 1.7 and 2.0 on white, blue 1.6 on black."""
     worst = min(contrast(c, ground) for c in SHOWN_AS[style] for ground in ("000000", "ffffff"))
@@ -86,5 +85,7 @@ def test_badges_can_be_read_whatever_the_ground(style):
 
 def test_no_other_colour_is_written_in():
     sources = Path(tables.__file__).parent.glob("*.py")
-    found = [path.name for path in sources if re.search(r"yellow|cyan|blue", path.read_text())]
+    found = [
+        path.name for path in sources if re.search(r"yellow|cyan|blue|magenta", path.read_text())
+    ]
     assert found == ["tables.py"]
