@@ -16,10 +16,11 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from stability.report.terminal.tables import BAD, FINE, OPEN
-from stability.report.view.plain_text import as_markup
+from stability.report.view.plain_text import as_markup, readable
 
 __all__ = ["StudyDisplay"]
 
@@ -40,10 +41,13 @@ class _Training:
 
 
 class _Words(ProgressColumn):
-    """A column of plain text, in the terminal's own colour: rich's are too faint on white."""
+    """A column of plain text, in the terminal's own colour: rich's are too faint on white.
+
+    Where there is no room it stays whole and the names and the bars give way.
+    """
 
     def __init__(self, words: Callable[[Task], str]) -> None:
-        super().__init__()
+        super().__init__(table_column=Column(no_wrap=True))
         self._words = words
 
     def render(self, task: Task) -> Text:
@@ -51,12 +55,20 @@ class _Words(ProgressColumn):
         return Text(self._words(task), justify="right")
 
 
+class _Names(ProgressColumn):
+    """The column of names, each in one line, cut where there is no room."""
+
+    def render(self, task: Task) -> Text:
+        """Return the name of a bar."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 class StudyDisplay:
     """Show the progress of `total_runs` runs on `console`; use as a context manager."""
 
     def __init__(self, console: Console, total_runs: int) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            _Names(),
             BarColumn(bar_width=24),
             _Words(lambda task: f"{int(task.completed)}/{task.total or 0:.0f}"),
             TextColumn("{task.fields[note]}"),
@@ -86,7 +98,7 @@ class StudyDisplay:
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
-        bar = self._progress.add_task(f"{as_markup(arm)}, seed {seed}", total=steps, note="loss -")
+        bar = self._progress.add_task(readable(f"{arm}, seed {seed}"), total=steps, note="loss -")
         self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
         if self._begun is None:
             self._begun = time.monotonic()

@@ -89,3 +89,18 @@ def test_what_a_run_took_stands_in_a_column(clock):
             display.run_ended(arm, 0, "finished", "")
     lines = [line for line in file.getvalue().splitlines() if "finished" in line]
     assert len({line.index(" s   loss 2.000") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_figures_stay_whole_and_long_names_give_way(clock, width):
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None, _environ={})
+    with StudyDisplay(console, 270) as display:
+        display.run_started(1, 270, "an_arm_whose_name_is_long_enough_for_a_line", 100, 2000)
+        clock[0] = 60.0
+        display.run_advanced("an_arm_whose_name_is_long_enough_for_a_line", 100, 1500, 3.4567)
+    study, run = last_frame(file)
+    assert run.startswith("an_arm_")
+    assert re.search(r"….* 1500/2000 loss 3\.457 0:\d\d:\d\d left 0:00:20$", run)
+    assert re.search(r" 0/270 runs +0:\d\d:\d\d left 5:59:00$", study)
+    assert max(map(len, (study, run))) <= width
