@@ -86,9 +86,9 @@
       layout.yaxis = { ...layout.yaxis, tickvals: on, ticktext };
     }
     if (printing) {
-      const height = source.height * (source.height > 520 ? 1 : PAPER.lower);
+      const height = source.height * (source.height > 450 ? 1 : PAPER.lower);
       Object.assign(layout, { width: PAPER.width, height, autosize: false });
-      if (source.legend?.y < 0) layout.legend = { ...source.legend, y: source.legend.y / PAPER.lower };
+      if (source.legend?.y < 0) layout.legend = { ...source.legend, y: (source.legend.y * source.height) / height };
     } else if (narrow.matches) {
       layout.height = source.height + 60;
       if (source.xaxis?.type === "category" && source.legend) { // its ticks stand upright

@@ -35,6 +35,12 @@ addEventListener("beforeprint", () => {
   window.widest = Math.max(...drawn.map((plot) => plot.querySelector("svg").width.baseVal.value));
 });
 """
+# the sections of tables that are wider than their place
+TOO_WIDE = """
+return [...document.querySelectorAll("table")]
+  .filter((table) => table.offsetWidth > table.parentElement.offsetWidth)
+  .map((table) => table.closest("section").id);
+"""
 # how strong each row of an arm is, in the tables
 ROWS = """
 const strength = (element) =>
@@ -322,6 +328,14 @@ def test_every_chart_is_on_paper_though_nobody_scrolled(opened):
     pdf = opened.print_pdf()
     assert opened.run("return window.onPaper") == len(opened.plots())
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) > 1
+
+
+def test_no_table_is_wider_than_paper(opened):
+    """Paper has no edge to scroll behind: 718 px of A4 between the browser's own margins."""
+    opened._cdp("Emulation.setEmulatedMedia", media="print")
+    opened.set_size(718)
+    assert opened.run(TOO_WIDE) == []
+    opened._cdp("Emulation.setEmulatedMedia", media="")
 
 
 def test_no_chart_is_wider_than_paper_and_each_is_as_wide_as_the_screen_again(opened):
