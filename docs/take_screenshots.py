@@ -2,7 +2,7 @@
 
 They are there to be looked at before a release, and some stand in the documentation. Nothing is
 staged: the program itself trains, fails and is killed, and a headless Chromium and a terminal of 80
-columns show what comes of it. `make screenshots` runs this; it took 8 to 10 minutes on two busy cores:
+columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on two busy cores.
 
     PYTHONPATH=. python docs/take_screenshots.py [STUDY] [--out FOLDER]
 
