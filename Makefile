@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install demo test test-slow test-clusters install-clusters mutants lint bench gpu experiments docs release-check clean
+.PHONY: install demo test test-slow test-clusters install-clusters mutants lint bench gpu experiments docs screenshots release-check clean
 
 install: $(INSTALLED)
 
@@ -84,7 +84,14 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 docs: $(INSTALLED)
 	$(BIN)/python docs/draw_rooms.py
 	$(BIN)/python docs/draw_verdict.py
+	$(BIN)/python docs/draw_chaos.py
 	PATH="$(BIN):$$PATH" $(BIN)/python docs/build_site.py
+
+# the pictures of docs/ that show the program, of a demo that has been run, and many more to look at in
+# build/screenshots; needs chromium and chromium-driver
+STUDY ?= $(wildcard runs/quickstart)
+screenshots: $(INSTALLED)
+	PYTHONPATH=. $(BIN)/python docs/take_screenshots.py $(STUDY)
 
 # what has to be true before a release, one line a check; publishes nothing
 release-check: $(INSTALLED)

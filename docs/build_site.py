@@ -54,6 +54,7 @@ PAGES = {
     },
     "Explanation": {
         "verdict.md": "docs/verdict.md",
+        "chaos.md": "docs/chaos.md",
         "trust.md": "docs/trust.md",
         "glossary.md": "docs/glossary.md",
         "scale.md": "docs/scale.md",

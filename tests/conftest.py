@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from hypothesis import settings
 from torch.nn.modules import module as torch_module
 
 from stability.config.load import load_study
 from stability.config.study import StudyConfig
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
+
+# no test is timed: a machine that is busy for half a second is no failure
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

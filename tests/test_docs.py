@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and its picture shows the contracts of today."""
+"""docs/architecture.md and docs/chaos.md show the files, contracts and records of today."""
 
 import re
 import runpy
@@ -42,3 +42,23 @@ def test_picture_names_every_room():
             if path.name.startswith("__") or not (path.is_dir() or path.suffix == ".py"):
                 continue
             assert f">{path.stem}</text>" in picture, path
+
+
+def test_the_table_of_chaos_is_that_of_its_record():
+    drifts = runpy.run_path(str(ROOT / "docs" / "draw_chaos.py"))["drifts"]()
+    page = (ROOT / "docs" / "chaos.md").read_text()
+    rows = {
+        "1-ULP nudge": "a [nudge](glossary.md#nudge) of 1 ULP",
+        "flash, fa2": "flash, fa2",
+        "flash, all BF16": "flash, every point in BF16",
+        "BF16 vs FP32": "BF16 against FP32",
+        "flash, all FP32": "flash against plain, both in FP32",
+    }
+    for pair, label in rows.items():
+        values = [drifts[pair].get(step) for step in (0, 1, 20, 100, 200)]
+        cells = ["" if value is None else f"{value:.1e}" for value in values]
+        assert f"| {label} | {' | '.join(cells)} |".replace("|  |", "| |") in page
+    # what the text says of it
+    nudge, fa2 = drifts["1-ULP nudge"], drifts["flash, fa2"]
+    assert round(nudge[1] / nudge[0]) == 94
+    assert round(nudge[200] / fa2[200], 1) == 1.1

@@ -168,6 +168,13 @@ def _known_extras():
     return set(project["optional-dependencies"])
 
 
+def _each(words):
+    """Return the words for each choice of `init --template kernel | precision`."""
+    first = words.index("|") if "|" in words else len(words)
+    choices = [words[first - 1], *words[first + 1 :: 2]]
+    return [[*words[: first - 1], choice] for choice in choices]
+
+
 def _is_taken(words):
     """Whether the real parser takes `stability WORDS`; letters that stand for a number are one."""
     words = ["1" if re.fullmatch("[KN]", word) else word for word in words]
@@ -209,12 +216,8 @@ SPOKEN = sorted(
 def test_a_command_within_a_sentence_is_real(page, span):
     program, *rest = shlex.split(span)
     if program == "stability":
-        # `init --template kernel | precision`: each of them
-        first, *others = " ".join(map(shlex.quote, rest)).split(" '|' ")
-        words = shlex.split(first)
-        for last in (words[-1], *others):
-            assert words[0] in VERBS
-            assert len(words) == 1 or _is_taken([*words[:-1], last])
+        assert rest[0] in VERBS
+        assert len(rest) == 1 or all(map(_is_taken, _each(rest)))
     elif program == "make":
         assert rest[0] in _targets()
     elif program == "pip":
@@ -262,8 +265,8 @@ def test_an_option_within_a_sentence_is_a_verbs(page, span, helps):
     if "." in name or name.removeprefix("--") in ARM_FIELDS:
         verbs.append("run")
     assert verbs, f"no verb has {name}"
-    if len(words) > 1:
-        assert any(_takes(verb, words) for verb in verbs)
+    for each in _each(words) if len(words) > 1 else ():
+        assert any(_takes(verb, each) for verb in verbs)
 
 
 def _takes(verb, words):

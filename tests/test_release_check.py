@@ -1,5 +1,7 @@
 """The check-list of a release finds what is not as it should be."""
 
+import hashlib
+import json
 import runpy
 import shutil
 import subprocess
@@ -54,6 +56,17 @@ def test_an_old_result_of_slow_tests_is_told(copy):
     (copy / "tests" / "slow.md").write_text("| x | 2026-11-01 |\n| y | 2026-11-03 |\n")
     assert SCRIPT["slow_trouble"](copy, date(2026, 11, 10)) == ""
     assert SCRIPT["slow_trouble"](copy, date(2026, 11, 30)) == "the newest is of 2026-11-03"
+
+
+def test_pictures_of_older_pages_are_told(tmp_path):
+    page, kept = tmp_path / "page.css", tmp_path / "docs" / "screenshots" / "made_of.json"
+    page.write_text("a")
+    kept.parent.mkdir(parents=True)
+    digests = {name: hashlib.sha256(b"a").hexdigest()[:16] for name in ("page.css", "gone.css")}
+    kept.write_text(json.dumps(digests))
+    assert SCRIPT["picture_trouble"](tmp_path) == ("run make screenshots: gone.css changed since")
+    page.write_text("b")
+    assert "page.css, gone.css changed" in SCRIPT["picture_trouble"](tmp_path)
 
 
 def test_what_is_not_committed_is_named(tmp_path):

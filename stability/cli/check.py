@@ -31,6 +31,7 @@ def check(
     dtype: str = "bf16,fp16,fp32",
     quick: bool = False,
     fault: str = "",
+    device: str = "auto",
     layer: int | None = None,
     step: int | None = None,
     json: bool = False,
@@ -43,6 +44,7 @@ def check(
         dtype: bf16, fp16 and fp32, or some of them with commas
         quick: fewer cells, a few seconds
         fault: a planted fault, e.g. dk_gain, to see that it is found
+        device: where it is called: cpu, cuda, or auto, a GPU where there is one
         layer: the layer of --from; the first, 0, if not given
         step: the snapshot of --from; the last if not given
         json: print everything as JSON
@@ -72,7 +74,8 @@ def check(
     if not changes and (layer is not None or step is not None):
         raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
     with _stdout_to_stderr():  # what the kernel prints is no part of the answer
-        report = _check(attention, dtypes, quick, fault, _given(changes, layer or 0, step))
+        given = _given(changes, layer or 0, step)
+        report = _check(attention, dtypes, quick, fault, given, device)
     if json:
         print_json(report.to_dict())
     else:
@@ -129,18 +132,29 @@ def _given(run: str, layer: int, step: int | None) -> "Inputs | None":
 
 
 def _check(
-    attention: str, dtypes: list[str], quick: bool, fault: str, given: "Inputs | None"
+    attention: str,
+    dtypes: list[str],
+    quick: bool,
+    fault: str,
+    given: "Inputs | None",
+    device: str,
 ) -> "CheckReport":
     import torch  # heavy
 
     from attention_kernels.testing import check_attention, plant
+    from attention_kernels.testing.devices import usable_device
     from stability.probe.attention_registry import attention_function
 
-    function = attention_function(attention, torch.device("cpu"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = usable_device(device)
+    function = attention_function(attention, place)
     name = attention
     if fault:
         function, name = plant(function, fault), f"{attention} with the fault {fault}"
-    return check_attention(function, dtypes=dtypes, quick=quick, name=name, given=given)
+    return check_attention(
+        function, dtypes=dtypes, quick=quick, name=name, given=given, device=place
+    )
 
 
 def _print(report: "CheckReport") -> None:

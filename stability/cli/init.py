@@ -5,7 +5,7 @@ import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
@@ -59,7 +59,12 @@ def init(
         raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")
     if steps < 1:
         raise ValueError(f"init: steps must be >= 1, got {steps}")
-    given, notes = _with_seed(words or [])
+    if not words:
+        raise ValueError(
+            "init: a command must follow --, as in `-- python train.py`, or --template "
+            f"one of {', '.join(get_args(Template))}"
+        )
+    given, notes = _with_seed(words)
     training = command_training(given, env or {})
     from stability.recorder.launch import Asked  # heavy from here on
     from stability.study.foreign import RunFailedError, record_command

@@ -66,6 +66,7 @@ _TRUTH = {
     for word in (said, *words.split())
 }
 """What may follow a flag, in lower case, and what it says."""
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 _OUTPUT = 1
 """The file descriptor of standard output."""
 
@@ -74,7 +75,7 @@ class _Parser(jsonargparse.ArgumentParser):
     """Prints an error as one line, without argparse's usage text."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        _fail(message)
+        _fail(_in_plain_words(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -242,6 +243,25 @@ def _with_flags(flags: Sequence[str], words: list[str]) -> list[str]:
         else:
             rewritten.append(word)
     return [f"{word}=true" if word in flags else word for word in rewritten]
+
+
+def _in_plain_words(message: str) -> str:
+    """Return what jsonargparse says of a value of the wrong type, in the words of our errors."""
+    text = " ".join(message.split())
+    of_key = re.match(r'Parser key "([^"]+)":', text)
+    got = re.search(r"Given value: (.*)$", text) or re.search(r"Got value: (.*)$", text)
+    if not of_key or not got:
+        return message
+    value = got[1].strip()
+    option = f"--{of_key[1].replace('_', '-')}"
+    if choices := re.search(r"Literal\[([^\]]*)\]", text):
+        names = re.findall(r"'([^']*)'", choices[1])
+        near = ", ".join(difflib.get_close_matches(value, names, n=1, cutoff=0.4))
+        near = f"; nearest: {near}" if near else ""
+        return f"{option} must be one of {', '.join(names)}, got {value!r}{near}"
+    if kind := re.search(r"Expected a <class '(\w+)'>", text):
+        return f"{option} must be {_KINDS.get(kind[1], kind[1])}, got {value!r}"
+    return message
 
 
 def _overview() -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from stability.cli.output import HOLDS, print_json, write_json
 from stability.cli.probe import exit_code_of
 from stability.records.probe_record import PROBE_FILE
+from stability.records.study_file import studies_near
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,10 +61,8 @@ def holds_probe(folder: Path) -> bool:
         return True
     if (folder / "study.json").is_file():
         return False
-    raise ValueError(
-        f"folder must hold study.json or {PROBE_FILE}, got {str(folder)!r}; `stability run` and "
-        "`stability probe` make one"
-    )
+    near = studies_near(folder) or "`stability run` and `stability probe` make one"
+    raise ValueError(f"folder must hold study.json or {PROBE_FILE}, got {str(folder)!r}; {near}")
 
 
 def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -> None:

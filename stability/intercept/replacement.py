@@ -23,7 +23,14 @@ from stability.probe.captured_call import (
     dtype_not_told,
 )
 
-__all__ = ["AskedDtypes", "Direction", "ReplacedAttention", "Replacement", "bind_own"]
+__all__ = [
+    "AskedDtypes",
+    "Direction",
+    "ReplacedAttention",
+    "Replacement",
+    "bind_own",
+    "replacement_by",
+]
 
 Direction = Literal["both", "forward", "backward"]
 
@@ -101,6 +108,26 @@ class Replacement:
         return ResolvedAttention(
             name=name, function=attend, description=description, takes_rounding_key=draws
         )
+
+
+def replacement_by(
+    candidates: Sequence[ResolvedAttention], layers: Sequence[str], direction: Direction
+) -> Replacement:
+    """Return what replaces in a loop that is not ours.
+
+    ValueError unless it is one attention, whose rounding needs nothing that such a loop can't tell.
+    """
+    if len(candidates) > 1:
+        raise ValueError(f"shadow: candidate must be one to replace with, got {len(candidates)}")
+    if candidates[0].takes_rounding_key:
+        # with the same bits at each step its errors would add up where independent ones cancel
+        raise ValueError(
+            "shadow: candidate must not round stochastically where replace is given, got "
+            f"{candidates[0].name}: a loop of your own tells no (step, layer, call) to draw by; "
+            "train it as an arm of a study, or give a function that passes rounding_key to "
+            "flash_attention"
+        )
+    return Replacement(candidate=candidates[0], layers=tuple(layers), direction=direction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from stability.intercept.replacement import (
     ReplacedAttention,
     Replacement,
     bind_own,
+    replacement_by,
 )
 from stability.intercept.session_record import OWN, recorder_of
 from stability.intercept.session_results import SessionResults, Sink
@@ -163,11 +164,7 @@ def shadow(
     others = resolve_modules(model, modules or {})
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     named = [resolve_attention(one, device) for one in several]
-    replacement = None
-    if replace:
-        if len(named) > 1:
-            raise ValueError(f"shadow: candidate must be one to replace with, got {len(named)}")
-        replacement = Replacement(candidate=named[0], layers=tuple(replace), direction=direction)
+    replacement = replacement_by(named, replace, direction) if replace else None
     recorder = None
     if records is not None:
         recorder = recorder_of(Path(records), model, named, others, replacement, golden, first_step)

@@ -39,6 +39,7 @@ DEPENDENCIES = (
     "numba",
     "numpy",
     "orjson",
+    "pillow",
     "plotly",
     "pyright[nodejs]",
     "pytest",

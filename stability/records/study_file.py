@@ -12,7 +12,10 @@ from stability.records.paths import StudyPaths
 from stability.records.record_types import FILLED, Count, Pair
 from stability.records.sealed_json import read_record
 
-__all__ = ["StudyArm", "StudyFile", "read_study_file"]
+__all__ = ["StudyArm", "StudyFile", "read_study_file", "studies_near"]
+
+MOST_NAMED = 3
+"""How many studies are named to who has named none."""
 
 
 class StudyArm(TypedDict):
@@ -59,4 +62,20 @@ def read_study_file(study: Path) -> StudyFile:
 
     ValueError, one line that names the file, if it is missing, damaged, or no such record.
     """
-    return read_record(StudyPaths(study).study, StudyFile, writer="`stability run`", kind="study")
+    path = StudyPaths(study).study
+    writer = "`stability run`"
+    if not path.exists() and (near := studies_near(study)):
+        raise ValueError(f"{path}: there is no such file; {writer} writes it; {near}")
+    return read_record(path, StudyFile, writer=writer, kind="study")
+
+
+def studies_near(folder: Path) -> str:
+    """Return in words which studies may have been meant by a folder that is none; "" for none.
+
+    Those in it, the one that it is a part of, and the one of that name in `runs`.
+    """
+    around = [Path("runs") / folder.name, *folder.parents[:3]]
+    found = [each for each in around if StudyPaths(each).study.is_file()]
+    found += sorted(path.parent for path in folder.glob("*/study.json"))
+    more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    return f"nearest: {', '.join(map(str, found[:MOST_NAMED]))}{more}" if found else ""

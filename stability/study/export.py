@@ -25,6 +25,7 @@ from stability.records.paths import (
 )
 from stability.records.run_files import RunFiles
 from stability.records.run_lock import is_held
+from stability.records.study_file import studies_near
 
 __all__ = ["copy_records"]
 
@@ -45,7 +46,8 @@ def copy_records(study: Path, to: Path, *, weights: bool) -> None:
         raise ValueError(f"{to}: must not be there yet")
     runs = list_runs(study)
     if not runs:
-        raise ValueError(f"{study}: must be the folder of a study, got one without runs")
+        near = f"; {near}" if (near := studies_near(study)) else ""
+        raise ValueError(f"{study}: must be the folder of a study, got one without runs{near}")
     for run in (*runs, RunPaths(study)):
         if is_held(run):
             raise ValueError(f"{run.root}: must not be in training; wait for it, or stop it")

@@ -6,6 +6,15 @@ import pytest
 
 from attention_kernels.testing import nan_filled
 
+try:
+    from hypothesis import settings
+except ImportError:  # a machine with a GPU may have torch, Triton and pytest alone
+    pass
+else:
+    # as in tests/conftest.py, which is not read where the kernels are tested alone
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
+
 
 @pytest.fixture(autouse=True)
 def _nan_in_uninitialised_memory() -> Iterator[None]:

@@ -340,14 +340,14 @@ blocks = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(blocks, st.sampled_from(MX))
 def test_rounding_a_block_twice_is_rounding_it_once(values, name):
     once = round_blocks(torch.tensor(values), name)
     assert torch.equal(round_blocks(once, name), once)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(blocks, st.sampled_from([*MX_RULES, "fp8_per_row"]))
 def test_a_block_keeps_signs_and_order(values, name):
     x = torch.tensor(values).sort().values
@@ -358,7 +358,7 @@ def test_a_block_keeps_signs_and_order(values, name):
     assert torch.equal(turned.scales, found.scales)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(blocks, st.sampled_from(MX_RULES))
 def test_no_rule_but_floor_and_even_cuts_the_largest_value_by_more_than_a_rounding(values, name):
     x = torch.tensor(values, dtype=torch.float64)
@@ -372,7 +372,7 @@ def test_no_rule_but_floor_and_even_cuts_the_largest_value_by_more_than_a_roundi
         assert cut <= step / 2
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(-60, 60), st.sampled_from([*MX_RULES, *ONE_ROW]))
 def test_a_power_of_two_moves_into_the_scales(power, name):
     x = draw(2, 128, seed=power + 60, spread=2)

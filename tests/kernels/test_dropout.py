@@ -113,7 +113,7 @@ def test_each_is_the_definition_with_every_gradient(name, mask):
     assert all((other[x] - expected[x]).abs().max() > 1e-3 for x in expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
     lengths=st.tuples(st.integers(1, 70), st.integers(1, 70)),

@@ -45,7 +45,7 @@ def test_the_mask_is_the_one_computed_by_hand(p, seed):
         assert torch.equal(keep((2, 3, 5, 33), p, seed, offset), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.tuples(*(st.integers(1, n) for n in (3, 5, 40, 70))),
     p=st.floats(0.0, 1 - 2.0**-32),

@@ -55,7 +55,7 @@ def at(x, *place):
     return x[tuple(0 if size == 1 else p for p, size in zip(place, x.shape, strict=True))]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(problems())
 def test_the_key_range_holds_exactly_the_keys_in_reach_of_any_row(problem):
     mask, query_len, key_len, rows, _ = problem
@@ -67,7 +67,7 @@ def test_the_key_range_holds_exactly_the_keys_in_reach_of_any_row(problem):
     assert 0 <= found.start <= found.stop <= key_len
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(problems())
 def test_every_tile_hides_what_its_definition_hides(problem):
     mask, query_len, key_len, rows, keys = problem
@@ -87,7 +87,7 @@ def test_every_tile_hides_what_its_definition_hides(problem):
                     assert hidden[b, h, i - rows.start, j - keys.start] != may
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(problems())
 def test_every_tile_adds_the_bias_and_the_slope_times_the_distance(problem):
     mask, query_len, key_len, rows, keys = problem
@@ -126,7 +126,7 @@ def test_a_tile_that_positions_leave_whole_costs_no_tensor():
 LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(LENGTHS, st.booleans())
 def test_packed_sequences_are_those_with_queries_and_keys_each_with_its_slopes(lengths, shared):
     offsets = torch.tensor([(0, 0), *lengths]).cumsum(0).to(torch.int32)

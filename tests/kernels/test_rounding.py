@@ -235,7 +235,7 @@ def values(patterns, carrier):
     return x[~x.isnan()]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
 def test_rounding_twice_is_rounding_once(patterns, carrier, format, rounding):
     once = round_to(values(patterns, carrier), format, rounding)
@@ -243,7 +243,7 @@ def test_rounding_twice_is_rounding_once(patterns, carrier, format, rounding):
         assert same(round_to(once, format, again), once)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
 def test_the_sign_changes_the_sign_alone(patterns, carrier, format, rounding):
     x = values(patterns, carrier)
@@ -251,7 +251,7 @@ def test_the_sign_changes_the_sign_alone(patterns, carrier, format, rounding):
     assert same(changed, kept if format.negative_zero else 0.0 + kept)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(patterns, carriers, formats, st.sampled_from(ROUNDINGS), st.integers(0, 2**32 - 1))
 def test_rounding_keeps_the_order(patterns, carrier, format, rounding, number):
     x = values(patterns, carrier).sort().values
@@ -260,7 +260,7 @@ def test_rounding_keeps_the_order(patterns, carrier, format, rounding, number):
     assert bool((rounded.diff() >= 0).logical_or(rounded.diff().isnan()).all())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(patterns, carriers, formats, st.sampled_from(ROUNDINGS))
 def test_every_result_is_one_of_the_two_neighbours(patterns, carrier, format, rounding):
     x = values(patterns, carrier)

@@ -76,7 +76,7 @@ def round_near(x, format):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_sum_is_the_one_defined_in_fractions(name, data):
     model = MODELS[name]

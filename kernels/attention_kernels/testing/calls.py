@@ -26,6 +26,7 @@ from torch import Tensor
 from attention_kernels.checks import PeerRefusalError
 from attention_kernels.testing.budget import nan_filled
 from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.devices import CPU, inputs_on, wait_for
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.refusals import UnsupportedError, is_refusal
 from attention_kernels.testing.side_effects import side_effects
@@ -101,18 +102,25 @@ class Signature:
         return options | ({"return_lse": True} if lse else {})
 
 
-def call(attention: Callable[..., Any], signature: Signature, where: Reference) -> Called:
+def call(
+    attention: Callable[..., Any],
+    signature: Signature,
+    where: Reference,
+    device: torch.device = CPU,
+) -> Called:
     """Call the attention twice on a cell's inputs, forward and backward, then in other manners.
 
-    `UnsupportedError` if it refuses; any other exception of its own is a breach.
+    It is called on `device`, and what it gives comes back to the CPU. `UnsupportedError` if it
+    refuses; any other exception of its own is a breach.
     """
-    called = _called(attention, signature, where, _Manner(lse=signature.lse, times=2))
+    manner = _Manner(lse=signature.lse, times=2)
+    called = _called(attention, signature, where, manner, device)
     if called.breaches:
         return called
     others, refused = {}, []
     for manner in _other_manners(signature, where):
         try:
-            other = _called(attention, signature, where, manner)
+            other = _called(attention, signature, where, manner, device)
         except UnsupportedError as refusal:
             refused.append(f"{refusal}, {manner.words}")
             continue
@@ -137,16 +145,24 @@ def _other_manners(signature: Signature, where: Reference) -> list[_Manner]:
 
 
 def _called(
-    attention: Callable[..., Any], signature: Signature, where: Reference, manner: _Manner
+    attention: Callable[..., Any],
+    signature: Signature,
+    where: Reference,
+    manner: _Manner,
+    device: torch.device,
 ) -> Called:
     """Call the attention on a cell's inputs in this manner, as often as it says."""
-    inputs = where.inputs
     options = signature.options(where.cell.causal, where.cell.scale, manner.lse)
-    before = [x.clone() for x in inputs]
-    versions = [x._version for x in inputs]
+    there, before = where, [x.clone() for x in where.inputs]
+    versions = [x._version for x in where.inputs]
+    changed: list[str] = []
     try:
-        with torch.set_grad_enabled(bool(manner.leaves)), side_effects() as changed:
-            first, *again = [_run(attention, where, options, manner) for _ in range(manner.times)]
+        # a GPU that an earlier call has broken raises at the first copy
+        there = replace(where, inputs=inputs_on(device, where.inputs))
+        versions = [x._version for x in there.inputs]
+        with torch.set_grad_enabled(bool(manner.leaves)), side_effects(device) as changed:
+            first, *again = [_run(attention, there, options, manner) for _ in range(manner.times)]
+            wait_for(device)
     except (NotImplementedError, PeerRefusalError) as error:
         raise UnsupportedError(_first_line(error)) from error
     except KeyboardInterrupt:
@@ -157,10 +173,11 @@ def _called(
             raise UnsupportedError(_first_line(error)) from error
         return Called(results={}, breaches=(_raised(error),))
     unasked = first.pop("unasked", "")
-    breaches = [*_changed_inputs(where, before, versions), *_wrong_form(first, where)]
+    breaches = [*_changed_inputs(there, before, versions), *_wrong_form(first, there)]
     if unasked:
         text = f"returns {unasked} and must return out alone: no LSE was asked for"
         breaches.append(Breach(kind="form", result="out", sentence=text))
+    first, *again = [_back(results, there.inputs.q.device) for results in (first, *again)]
     if not breaches:
         breaches += _not_finite(first, where)
         breaches += [x for results in again for x in _not_repeated(first, results)]
@@ -168,6 +185,15 @@ def _called(
         text = f"changes {' and '.join(changed)} for whatever is computed after it"
         breaches.append(Breach(kind="side effect", result="out", sentence=text))
     return Called(results=first if _usable(first, where) else {}, breaches=tuple(breaches))
+
+
+def _back(results: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return the results with what is on `device` on the CPU."""
+
+    def back(x: Any) -> Any:
+        return x.to(CPU) if isinstance(x, Tensor) and x.device == device else x
+
+    return {name: back(x) for name, x in results.items()}
 
 
 def _run(
@@ -238,7 +264,7 @@ def _changed_inputs(where: Reference, before: list[Tensor], versions: list[int])
     for name, x, old, version in zip(
         ("q", "k", "v", "dout"), where.inputs, before, versions, strict=True
     ):
-        bits_differ = not torch.equal(x, old)
+        bits_differ = not torch.equal(x.to(CPU), old)
         if bits_differ:
             x.copy_(old)  # the reference is shared with other checks
         if bits_differ or x._version != version:

@@ -31,6 +31,7 @@ from attention_kernels.testing.cells import (
     not_looked_at,
 )
 from attention_kernels.testing.cells import reference as drawn_reference
+from attention_kernels.testing.devices import CPU, called_on, device_name, usable_device
 from attention_kernels.testing.diagnosis import Diagnosis, diagnose
 from attention_kernels.testing.dropped_weights import dropout_findings
 from attention_kernels.testing.formula import RESULTS
@@ -75,6 +76,8 @@ class CheckReport:
     plain_refused: tuple[str, ...] = ()
     """Which of the refused cells are plain: what any attention should take."""
     kind: str = "the check"
+    device: torch.device = CPU
+    """Where it was called."""
     not_looked_at: str = ""
     """What the check does not look at: of the full one what is beyond its largest cells."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
@@ -96,6 +99,7 @@ class CheckReport:
             return f"{self.name} FAILS at {', '.join(first.dtypes)}: {first.sentence}"
         looked_at = [x for x in self.dtypes if any(row["dtype"] == x for row in self.statistics)]
         said = f"{self.name} passes {self.kind} at {', '.join(looked_at)} in {self.cells} cells"
+        said += "" if self.device == CPU else f" on {device_name(self.device)}"
         refused = refusals_in_words(self.unsupported, self.plain_refused)
         left_out = f"; not looked at: {self.not_looked_at}" if self.not_looked_at else ""
         return f"{said}{refused}{left_out}"
@@ -107,6 +111,7 @@ class CheckReport:
             "passed": self.passed,
             "sentence": self.sentence,
             "dtypes": list(self.dtypes),
+            "device": device_name(self.device),
             "cells": self.cells,
             "findings": [vars(finding) for finding in self.findings],
             "unsupported": self.unsupported,
@@ -125,14 +130,18 @@ def check_attention(
     gives_lse: bool | None = None,
     given: Inputs | None = None,
     cells: Sequence[Cell] | None = None,
+    device: torch.device | str = "cpu",
 ) -> CheckReport:
-    """Check `attention(q, k, v, *, causal, scale=None)`, forward and backward, on the CPU.
+    """Check `attention(q, k, v, *, causal, scale=None)`, forward and backward, on `device`.
+
+    What it is held against is computed on the CPU whatever the device.
 
     `causal` may be called `is_causal`, and `scale` `softmax_scale` or `sm_scale`. It is asked for
     the LSE with `return_lse=True` if it has an argument of that name, or if
     `gives_lse` says so. `given` are further inputs, of any dtype, which causal attention is checked
     on after they were rounded. `quick` takes a few seconds a dtype, and its sentence says what it
-    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`, or that is given twice.
+    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`, or that is given twice,
+    and for a device that this machine does not compute on.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:
@@ -148,6 +157,7 @@ def check_attention(
         name=name or _name_of(attention),
         dtypes=tuple(dtypes),
         kind="the quick check" if chosen is QUICK else "the check",
+        device=usable_device(device),
         not_looked_at=not_looked_at(chosen) if cells is None else "",
     )
     # a module may have switched gradients off, or chosen another device, when it was imported
@@ -184,7 +194,7 @@ def _of_further_calls(
 ) -> list[Finding]:
     """Return what is wrong where a mask is trained or dropout is on, if it takes such by name."""
     findings = []
-    call = (attention, signature.causal, DTYPES[format])
+    call = (called_on(report.device, attention), signature.causal, DTYPES[format])
     further = [("trained mask", x) for x in trained_mask_findings(*call)]
     further += [("dropout", x) for x in dropout_findings(*call)]
     for what, found in further:
@@ -285,7 +295,7 @@ def _look(
     report: CheckReport,
 ) -> None:
     try:
-        called = call(attention, signature, where)
+        called = call(attention, signature, where, report.device)
     except UnsupportedError as refusal:
         cells = report.unsupported.setdefault(str(refusal), [])
         cells.append(f"{seen.format}, {where.cell}")

@@ -8,10 +8,12 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+from attention_kernels.testing.devices import CPU
 
 __all__ = ["side_effects"]
 
@@ -52,7 +54,9 @@ def _set_default_device(device: torch.device) -> None:
         torch.set_default_device(device)
 
 
-_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+_Setting: TypeAlias = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+
+_SETTINGS: tuple[_Setting, ...] = (
     ("torch's random numbers", torch.get_rng_state, torch.set_rng_state),
     ("Python's random numbers", random.getstate, random.setstate),
     ("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
@@ -74,15 +78,28 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
+def _settings_of(device: torch.device) -> tuple[_Setting, ...]:
+    """Return what a GPU has of its own."""
+    if device.type != "cuda":
+        return ()
+    get, put = torch.cuda.get_rng_state, torch.cuda.set_rng_state
+    enabled, enable = torch.is_autocast_enabled, torch.set_autocast_enabled
+    return (
+        ("the GPU's random numbers", partial(get, device), lambda old: put(old, device)),
+        ("the GPU's autocast", partial(enabled, "cuda"), partial(enable, "cuda")),
+    )
+
+
 @contextmanager
-def side_effects() -> Iterator[list[str]]:
+def side_effects(device: torch.device = CPU) -> Iterator[list[str]]:
     """Yield a list that holds, after the context, what was changed in it and has been put back."""
     changed: list[str] = []
-    before = [get() for _, get, _ in _SETTINGS]
+    settings = (*_SETTINGS, *_settings_of(device))
+    before = [get() for _, get, _ in settings]
     try:
         yield changed
     finally:
-        for (name, get, put), old in zip(_SETTINGS, before, strict=True):
+        for (name, get, put), old in zip(settings, before, strict=True):
             new = get()
             same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
             if not same:

@@ -157,7 +157,7 @@ def _drift_section(studies: Mapping[str, RecordedStudy], styles: Mapping[str, Ar
             "differs between the studies before blaming the arm."
         ),
         height=480,
-        **drift_layout(),
+        **drift_layout({step for study in studies.values() for step in study.drift_steps}),
     )
     return section_of(chart, "Drift of one arm", fixed=["arm"])
 

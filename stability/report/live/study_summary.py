@@ -5,7 +5,7 @@ template's.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -34,6 +34,10 @@ __all__ = [
     "summary_of_study",
 ]
 
+STATE_WORDS: dict[str, str] = {"missing": "to come"}
+"""What is said of runs in a state, where that is not its name: none of these has been lost."""
+UNFINISHED = "the command that trained it goes on from here"
+FAILED = "its page has each run's error; the command that trained it tries those runs again"
 NAMED = 2
 """How many of the runs in training are named; the others are counted."""
 EDGE = 4.0
@@ -81,6 +85,8 @@ class Summary:
     title: str
     size: str
     state: str
+    next: str = ""
+    """What the reader can do about it; mostly empty."""
     is_bad: bool = False
     is_running: bool = False
     done: float = 1.0
@@ -130,7 +136,7 @@ def outline_of_study(study: RecordedStudy) -> Summary:
     runs = [run for arm in study.arms for run in arm.runs.values()]
     states = [run.state for run in runs]
     counts = {state: states.count(state) for state in get_args(RunState) if state in states}
-    said = ", ".join(f"{count} {state}" for state, count in counts.items())
+    said = ", ".join(f"{n} {STATE_WORDS.get(state, state)}" for state, n in counts.items())
     planned = sum(arm.until * len(arm.runs) for arm in study.arms)
     reached = sum(_reached(run, arm.until) for arm in study.arms for run in arm.runs.values())
     is_same = all(arm.until == study.steps for arm in study.arms)
@@ -144,12 +150,22 @@ def outline_of_study(study: RecordedStudy) -> Summary:
             ]
         ),
         state=f"{said} of {_count(runs, 'run')}{_being_trained(study)}",
+        next=_next(states),
         is_bad=not {"failed", "diverged", "interrupted", "stopped"}.isdisjoint(states),
         is_running="running" in states,
         done=reached / planned if planned else 0.0,
         unlisted=unlisted_runs(study),
         is_outline=True,
     )
+
+
+def _next(states: Collection[str]) -> str:
+    """Return what there is to do about a study that nobody trains and that is not whole."""
+    if "running" in states:
+        return ""
+    if "failed" in states:
+        return FAILED
+    return "" if {"stopped", "interrupted", "missing"}.isdisjoint(states) else UNFINISHED
 
 
 def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
@@ -193,6 +209,8 @@ def _count(things: Sized, name: str) -> str:
 
 def small_ladder(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> SmallLadder:
     """Return the ladder in ratio to its yardstick, or as drifts where there is no ratio."""
+    if not any(row.rel_l2.early.n or row.rel_l2.last.n for row in ladder.rows):
+        return SmallLadder(measure="", yardstick_at=None, rungs=())
     shown = rungs_of_each([ladder], lambda row: row.ratio)[0]
     has_ratio = any(rung.measured.early.n or rung.measured.last.n for rung in shown)
     shown = shown if has_ratio else rungs(ladder)

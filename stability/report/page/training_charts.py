@@ -23,6 +23,7 @@ from stability.report.page.chart import (
     Section,
     arm_lines,
     beyond_limit,
+    log_ticks,
     make_chart,
     range_around,
     section_of,
@@ -41,10 +42,11 @@ __all__ = [
 ]
 
 STEPS = {
-    "log steps": {"xaxis.type": "log", "xaxis.tickmode": "linear"},
+    "log steps": {"xaxis.type": "log", "xaxis.tickmode": "array"},
     "linear steps": {"xaxis.type": "linear", "xaxis.tickmode": "auto"},
 }
-"""How the drift's step axis may be laid out. A log axis ticks at each power of ten."""
+"""How the drift's step axis may be laid out."""
+MOST_TICKS = 6
 HEIGHT = 430
 
 BySeed = Mapping[int, Mapping[int, float]]
@@ -200,7 +202,7 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             "either: chaos brings even the 1-ULP nudge there."
         ),
         height=520,
-        **drift_layout(steps=STEPS),
+        **drift_layout(study.drift_steps, steps=STEPS),
         remarks=(
             *_hidden_remarks(study),
             *_zero_remarks(study),
@@ -211,8 +213,8 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     return Section(key="drift", title="Drift", intro="", charts=(chart,), choices=choices)
 
 
-def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a chart of drift over the steps, with a choice of the metric.
+def drift_layout(at: Iterable[int], /, **choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of a chart of drift at these steps, with a choice of the metric.
 
     Each of `choices` adds one more: option -> what it changes in the layout.
     """
@@ -221,11 +223,20 @@ def drift_layout(**choices: Mapping[str, Any]) -> dict[str, Any]:
         for name, metric in SHOWN_DRIFTS.items()
     }
     return {
-        "xaxis": {**STEP_AXIS, "type": "log", "dtick": 1},
+        "xaxis": {**STEP_AXIS, "type": "log", "tickmode": "array", "tickvals": _step_ticks(at)},
         "yaxis": {"title": {"text": SHOWN_DRIFTS["rel_l2"].label}, **LOG_AXIS},
         **ALL_AT_ONCE,
         "meta": {"metric": titles, **choices},
     }
+
+
+def _step_ticks(steps: Iterable[int]) -> list[int]:
+    """Return the ticks of a log axis over these steps; at least its ends, where there are two."""
+    drawn = sorted(step for step in steps if step > 0)
+    if not drawn:
+        return []
+    ticks = [digit * 10**decade for digit, decade in log_ticks(drawn[0], drawn[-1], MOST_TICKS)]
+    return ticks if len(ticks) > 1 else sorted({drawn[0], drawn[-1]})
 
 
 def watch_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section | None:

@@ -126,5 +126,6 @@ def _scale(heights: list[float], metric: str) -> tuple[Normalize, str, str]:
 
 
 def _ticks(place: Callable[..., object], names: list[str], most: int) -> None:
-    every = math.ceil(len(names) / most)
+    least = math.ceil(len(names) / most)
+    every = next(n * 10**k for k in range(len(names)) for n in (1, 2, 5) if n * 10**k >= least)
     place(range(0, len(names), every), names[::every])

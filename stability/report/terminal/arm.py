@@ -17,6 +17,9 @@ from stability.config.schema import BASELINE
 from stability.records.metric_table import LAYER_METRICS
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
 from stability.report.terminal.tables import (
+    BAD,
+    FINE,
+    OPEN,
     add_names,
     add_numbers,
     add_row,
@@ -36,7 +39,7 @@ TOP = 10
 """How many parameters, and how many events, are shown."""
 WIDE = 110
 """From this width on the relative L2 shows its interval."""
-STATE_STYLE = {"finished": "green", "failed": "red", "running": "cyan"}
+STATE_STYLE = {"finished": FINE, "failed": BAD, "running": "bold"}
 WRITE = {None: scientific, 1.0: times, 0.0: "{:+.2g}".format}
 """How a metric is written, by its centre."""
 
@@ -102,7 +105,7 @@ def _seed_table(view: ArmSummary) -> Table:
                 write(losses[run.seed]) if run.seed in losses else MISSING
                 for losses, write in shown.values()
             ),
-            as_text(run.state, style=STATE_STYLE.get(run.state, "yellow")),
+            as_text(run.state, style=STATE_STYLE.get(run.state, OPEN)),
             run.message,
         )
     return table

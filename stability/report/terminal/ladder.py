@@ -21,7 +21,7 @@ from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
 from stability.report.terminal.sparkline import Sparks, evenly, log_scale
-from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
+from stability.report.terminal.tables import BAD, OPEN, add_row, first_that_fits, ruled_table
 from stability.report.view.error_bars import written_with_bar
 from stability.report.view.ladder import (
     LOSSES,
@@ -43,7 +43,7 @@ NARROW_CHANGE_WIDTH, NARROW_ARM_WIDTH = 12, 16
 sentence that can wrap."""
 STEPS = 12
 """A sparkline of more steps than this is thinned."""
-STATE_STYLE = {"finished": "", "failed": "red", "running": "cyan"}
+STATE_STYLE = {"finished": "", "failed": BAD, "running": ""}
 
 
 class DriftSparks:
@@ -145,7 +145,7 @@ def _table(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> Table
     for row in ladder.rows:
         drawn = [sparks.line(row.arm)] if layout.sparks and sparks else []
         cells = [*_cells(row, layout, heads), *drawn]
-        add_row(table, *cells, style=STATE_STYLE.get(row.state, "yellow"))
+        add_row(table, *cells, style=STATE_STYLE.get(row.state, OPEN))
     return table
 
 

@@ -20,7 +20,15 @@ from stability.analysis.study_check import DriftCheck, PairCheck
 from stability.analysis.weight_comparison import WeightComparison
 from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import DRIFT_METRICS, Metric
-from stability.report.terminal.tables import add_row, first_that_fits, plain_table, ruled_table
+from stability.report.terminal.tables import (
+    ALARM,
+    FINE,
+    OPEN,
+    add_row,
+    first_that_fits,
+    plain_table,
+    ruled_table,
+)
 from stability.report.view.plain_text import as_text
 
 __all__ = [
@@ -34,10 +42,10 @@ __all__ = [
 ]
 
 SAMENESS_STYLE = {
-    "same": "green",
-    "different by design": "cyan",
-    "different": "bold red",
-    "unknown": "yellow",
+    "same": FINE,
+    "different by design": "",
+    "different": ALARM,
+    "unknown": OPEN,
 }
 NAME_WIDTH = 40
 """Longer names are folded rather than that a column is left out."""

@@ -21,7 +21,15 @@ from stability.analysis.probe_records import RecordedProbe, read_probe
 from stability.analysis.study_records import RecordedStudy
 from stability.records.events import Event
 from stability.records.metric_names import is_made_here, watch_name
-from stability.report.terminal.tables import add_numbers, add_row, first_that_fits, ruled_table
+from stability.report.terminal.tables import (
+    ALARM,
+    BAD,
+    OPEN,
+    add_numbers,
+    add_row,
+    first_that_fits,
+    ruled_table,
+)
 from stability.report.view.plain_text import as_text, readable
 
 __all__ = ["event_lines", "located_lines", "print_found", "print_probe", "shown_lines"]
@@ -73,13 +81,13 @@ def print_probe(folder: Path, console: Console) -> ProbeAnswer:
     layers = "1 layer" if caught == 1 else f"{caught} layers"
     console.print(as_text(f"{layers}, {probed.looked_at} looked at", "dim"))
     if probed.open_end:
-        console.print(as_text(probed.open_end, "yellow"))
+        console.print(as_text(probed.open_end, OPEN))
     console.print()
     answer = answer_of_probe(probed)
     for line in shown_lines(answer):
         styles = (
-            "bold red" * (line in answer.failures),
-            "yellow" * (line in answer.unseen),
+            ALARM * (line in answer.failures),
+            OPEN * (line in answer.unseen),
             "dim" * (line in answer.unsure),
         )
         console.print(as_text(line, "".join(styles)))
@@ -104,7 +112,7 @@ def print_found(study: RecordedStudy, console: Console) -> None:
         for seed, run in arm.runs.items():
             where = f"{arm.name}, seed {seed}"
             for line in failures_of(run.metrics, (), (), ()):
-                console.print(as_text(f"{where}: {line}", "bold red"))
+                console.print(as_text(f"{where}: {line}", ALARM))
             for line in sentences(locate(run.metrics))[:SHOWN]:
                 console.print(as_text(f"{where}: {line}"))
             for line in event_lines(run.events):
@@ -137,7 +145,7 @@ def event_lines(events: Iterable[Event]) -> list[Text]:
     lines = [Text()]
     for event in events[:SHOWN]:
         where = f"step {event.step}" + (f", {event.layer}" if event.layer else "")
-        style = "red" if event.kind == "alert" else "yellow"
+        style = BAD if event.kind == "alert" else OPEN
         lines.append(Text.assemble((event.kind, style), as_text(f"  {where}: {event.text}")))
     if len(events) > SHOWN:
         lines.append(Text(f"and {len(events) - SHOWN} more", style="dim"))

@@ -1,28 +1,32 @@
 """The progress of a study that trains: a bar for each run, with its step, loss and time left.
 
-Where there is no terminal (a log file, CI) it is one line for each run that ends. The class is an
-observer of the study: a `callbacks.study_observer.StudyObserver`.
+The study's own bar tells the time left until all runs have ended, by what an update took since the
+first run began: between two runs the clock goes on, and runs that were kept took none. What is
+measured after the runs is not in it. Where there is no terminal (a log file, CI) it is one line for
+each run that ends. The class is an observer of the study: a
+`callbacks.study_observer.StudyObserver`.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 
-from stability.report.view.plain_text import as_markup
+from stability.report.terminal.tables import BAD, FINE, OPEN
+from stability.report.view.plain_text import as_markup, readable
 
 __all__ = ["StudyDisplay"]
+
+NAME_WIDTH = 22
+"""Shorter names of runs are filled up, so that what follows them stands in columns."""
+UNKNOWN = "-:--:--"
 
 
 @dataclass(slots=True)
@@ -36,23 +40,48 @@ class _Training:
     loss: float = float("nan")
 
 
+class _Words(ProgressColumn):
+    """A column of plain text, in the terminal's own colour: rich's are too faint on white.
+
+    Where there is no room it stays whole and the names and the bars give way.
+    """
+
+    def __init__(self, words: Callable[[Task], str]) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._words = words
+
+    def render(self, task: Task) -> Text:
+        """Return what the column says of a bar."""
+        return Text(self._words(task), justify="right")
+
+
+class _Names(ProgressColumn):
+    """The column of names, each in one line, cut where there is no room."""
+
+    def render(self, task: Task) -> Text:
+        """Return the name of a bar."""
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
+
+
 class StudyDisplay:
     """Show the progress of `total_runs` runs on `console`; use as a context manager."""
 
     def __init__(self, console: Console, total_runs: int) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            _Names(),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
+            _Words(lambda task: f"{int(task.completed)}/{task.total or 0:.0f}"),
             TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            _Words(lambda task: _clock(task.elapsed)),
+            _Words(self._left),
             console=console,
             disable=not console.is_terminal,
         )
         self._study = self._progress.add_task("study", total=total_runs, note="runs")
+        self._total = total_runs
         self._done = 0
+        self._kept = 0
+        self._begun: float | None = None
         self._runs: dict[tuple[str, int], _Training] = {}
 
     def __enter__(self) -> Self:
@@ -69,27 +98,28 @@ class StudyDisplay:
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
-        bar = self._progress.add_task(f"{as_markup(arm)}, seed {seed}", total=steps, note="loss -")
+        bar = self._progress.add_task(readable(f"{arm}, seed {seed}"), total=steps, note="loss -")
         self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
+        if self._begun is None:
+            self._begun = time.monotonic()
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
         """Move the run's bar and the study's."""
         run = self._runs[arm, seed]
         run.step, run.loss = step, loss
         self._progress.update(run.bar, completed=step, note=f"loss {loss:.3f}")
-        under_way = sum(each.step / each.steps for each in self._runs.values())
-        self._progress.update(self._study, completed=self._done + under_way)
+        self._progress.update(self._study, completed=self._reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
         """Leave a line above the bars."""
         self._progress.console.print(
-            f"[yellow]{'note':>9}[/]  {as_markup(arm)}, seed {seed}   {as_markup(text)}",
+            f"[{OPEN}]{'note':>9}[/]  {as_markup(arm)}, seed {seed}   {as_markup(text)}",
             highlight=False,
         )
 
     def study_noted(self, text: str) -> None:
         """Leave a line above the bars."""
-        self._progress.console.print(f"[cyan]{'study':>9}[/]  {as_markup(text)}", highlight=False)
+        self._progress.console.print(f"[bold]{'study':>9}[/]  {as_markup(text)}", highlight=False)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Count the run as done and leave a line above the bars."""
@@ -98,12 +128,38 @@ class StudyDisplay:
         self._progress.update(self._study, completed=self._done)
         note = as_markup(message)
         if message == "kept":
+            self._kept += 1
             note = "already trained, kept"
         elif run is not None:
             self._progress.remove_task(run.bar)
             if state == "finished":
                 note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
-        colour = {"finished": "green", "failed": "red"}.get(state, "yellow")
-        self._progress.console.print(
-            f"[{colour}]{state:>9}[/]  {as_markup(arm)}, seed {seed}   {note}", highlight=False
-        )
+        colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
+        name = as_markup(f"{f'{arm}, seed {seed}':<{NAME_WIDTH}}")
+        self._progress.console.print(f"[{colour}]{state:>9}[/]  {name}   {note}", highlight=False)
+
+    def _reached(self) -> float:
+        """Return how many runs have been made, those under way in part."""
+        return self._done + sum(each.step / each.steps for each in self._runs.values())
+
+    def _left(self, task: Task) -> str:
+        """Return the time left of a run, or of all runs until the last has ended."""
+        if task.id != self._study:
+            run = next((each for each in self._runs.values() if each.bar == task.id), None)
+            return f"left {_time_left(run.started, run.step, run.steps) if run else UNKNOWN}"
+        if self._done == self._total:
+            return "measures now"
+        made = self._reached() - self._kept
+        return f"left {_time_left(self._begun, made, self._total - self._kept)}"
+
+
+def _time_left(begun: float | None, made: float, total: float) -> str:
+    """Return how long the rest of `total` takes if it goes on as since `begun`."""
+    if begun is None or made <= 0:
+        return UNKNOWN
+    return _clock((time.monotonic() - begun) * (total - made) / made)
+
+
+def _clock(seconds: float | None) -> str:
+    """Return a time as 0:01:05."""
+    return UNKNOWN if seconds is None else str(timedelta(seconds=round(seconds)))

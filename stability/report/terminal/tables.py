@@ -1,6 +1,7 @@
 """Tables of rich with two kinds of columns: names, which fold, and numbers, which are never cut.
 
-Every cell and heading is plain text, whatever markup or control character it holds.
+Every cell and heading is plain text, whatever markup or control character it holds. The styles of
+words that are good, bad or open stand here too, the same in every table.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,26 @@ from rich.text import Text
 
 from stability.report.view.plain_text import as_text
 
-__all__ = ["add_names", "add_numbers", "add_row", "first_that_fits", "plain_table", "ruled_table"]
+__all__ = [
+    "ALARM",
+    "BAD",
+    "BAD_BADGE",
+    "FINE",
+    "FINE_BADGE",
+    "OPEN",
+    "OPEN_BADGE",
+    "add_names",
+    "add_numbers",
+    "add_row",
+    "first_that_fits",
+    "plain_table",
+    "ruled_table",
+]
+
+# Nobody knows the ground that a terminal writes on: yellow, cyan and bold green can't be read on
+# white, blue not on black, and magenta is the red of some themes. Any of them can below black.
+FINE, OPEN, BAD, ALARM = "green", "bold", "red", "bold red"
+FINE_BADGE, OPEN_BADGE, BAD_BADGE = "black on green", "black on yellow", "bright_white on red"
 
 
 def ruled_table(names: Sequence[str], numbers: Sequence[str], *, gap: int = 1) -> Table:

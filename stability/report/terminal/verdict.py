@@ -11,15 +11,24 @@ from rich.text import Text
 
 from stability.analysis.evidence import LEVELS
 from stability.analysis.verdict import ArmVerdict, StudyVerdict
-from stability.report.terminal.tables import add_row, ruled_table
+from stability.report.terminal.tables import (
+    ALARM,
+    BAD_BADGE,
+    FINE,
+    FINE_BADGE,
+    OPEN,
+    OPEN_BADGE,
+    add_row,
+    ruled_table,
+)
 from stability.report.view.evidence import EvidenceCell, EvidenceRow, Tone, evidence_rows, headline
 from stability.report.view.plain_text import as_text
 
 __all__ = ["WIDTH", "print_answer", "verdict_lines"]
 
 WIDTH = 80
-TONE_STYLE: dict[Tone, str] = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
-STATE_STYLE = {"holds": "green", "harmed": "bold red", "undecided": "yellow"}
+TONE_STYLE: dict[Tone, str] = {"good": FINE_BADGE, "bad": BAD_BADGE, "open": OPEN_BADGE}
+STATE_STYLE = {"holds": FINE, "harmed": ALARM, "undecided": OPEN}
 
 
 def print_answer(question: str, verdict: StudyVerdict | None, console: Console) -> None:
@@ -34,7 +43,7 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     console.print()
     console.print(as_text(headline(verdict), style="bold"))
     for reason in verdict.exploratory:
-        console.print(as_text(f"exploratory: {reason}", style="yellow"))
+        console.print(as_text(f"exploratory: {reason}", style=OPEN))
     console.print()
     table = ruled_table(["arm"], LEVELS)
     rows = evidence_rows(verdict)

@@ -35,7 +35,7 @@ def _times(factor: float, values: dict[int, float] = SPREAD) -> dict[int, float]
     return {seed: factor * value for seed, value in values.items()}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(figures)
 def test_equal_figures_are_never_above_or_below_each_other(values):
     same = dict(enumerate(values))
@@ -46,7 +46,7 @@ def test_equal_figures_are_never_above_or_below_each_other(values):
     assert not monotone("", {"a": same, "b": same}, rising=False).holds
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(figures)
 def test_one_number_below_is_that_number_at_every_seed(values):
     over = dict(enumerate(values))
@@ -55,7 +55,7 @@ def test_one_number_below_is_that_number_at_every_seed(values):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(figures, figures)
 @example([1.0, 1.0, 1.0, 1.0, 1.0000000000000003], [1.0] * 5)  # an interval that begins in 1
 def test_above_and_below_one_exclude_each_other(first, second):

@@ -53,7 +53,7 @@ SIZES = st.integers(1, 40)
 WINDOWS = st.one_of(st.none(), st.integers(0, 40))
 
 
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 @given(
     lengths=st.tuples(SIZES, SIZES),
     window=st.tuples(WINDOWS, WINDOWS),

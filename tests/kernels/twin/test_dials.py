@@ -291,7 +291,7 @@ def test_fusion_is_refused_where_no_compiler_contracts():
         flash_attention(q, k, v, numerics=PROFILES["fa2"].with_(fp_fusion=True), engine="twin")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data(), causal=st.booleans())
 def test_packed_sequences_are_each_attended_alone(data, causal):
     lengths = data.draw(

@@ -16,7 +16,7 @@ SCHEDULES = pytest.mark.parametrize(
 )
 DRIFTS = st.floats(1e-12, 1e3)
 RUNS = st.dictionaries(st.integers(1, 10_000), DRIFTS, min_size=MIN_POINTS, max_size=40)
-modest = settings(deadline=None, max_examples=60)
+modest = settings(max_examples=60)
 
 
 def exponential(steps, rate):

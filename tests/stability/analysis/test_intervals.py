@@ -14,7 +14,7 @@ from stability.analysis.intervals import mean_interval, p_values, paired_interva
 INTERVALS = pytest.mark.parametrize("interval", [paired_interval, mean_interval])
 POSITIVE = st.floats(1e-6, 1e6)
 EITHER_SIGN = st.floats(-1e6, 1e6)
-modest = settings(deadline=None, max_examples=60)
+modest = settings(max_examples=60)
 
 REPETITIONS = 200
 # where 99 % of Binomial(200, 0.9) lies: 169 to 190 of 200, a share of 0.845 to 0.95. A percentile

@@ -22,7 +22,7 @@ def column(entries):
     return Column(np.array(steps, np.int64), np.array(values, np.float64))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.lists(SEED, max_size=4))
 def test_mean_is_that_of_plain_sums_at_the_steps_that_every_seed_has(seeds):
     by_seed = [dict(entries) for entries in seeds if entries]
@@ -69,7 +69,7 @@ def test_a_layer_that_was_not_looked_at_has_no_number():
     np.testing.assert_array_equal(table.values, [[2, np.nan, 1], [np.nan, 5, np.nan]])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     count=st.integers(1, 60),
     columns=st.integers(1, 30),

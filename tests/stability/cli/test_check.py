@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from attention_kernels.testing.cells import QUICK
 from stability.cli.main import main
@@ -41,6 +42,15 @@ def test_a_planted_fault_fails_in_words(capsys):
     said = capsys.readouterr().out
     assert "dk is 1.005" in said.splitlines()[0]
     assert "error ratio" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("words", [["--device", "cuda"], []])
+def test_a_gpu_is_asked_for_by_name_or_because_there_is_one(words, my_kernels, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "my_kernels_for_check:right", "--quick", *words])
+    assert "device must be one that this machine computes on, got 'cuda'" in capsys.readouterr().err
 
 
 def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys):

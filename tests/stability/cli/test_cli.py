@@ -162,3 +162,29 @@ def test_a_flag_takes_yes_or_no_and_no_other_word(monkeypatch, words, parsed):
     monkeypatch.setattr("stability.cli.show.show", show)
     assert main(["show", *words]) == 0
     assert got == [parsed]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["init", "--template", "kernl"],
+            "--template must be one of kernel, precision, script, layouts, checkpoints, "
+            "got 'kernl'; nearest: kernel",
+        ),
+        (
+            ["run", "x.yaml", "--keep", "sum"],
+            "--keep must be one of all, reference, last, none, got 'sum'",
+        ),
+        (
+            ["run", "x.yaml", "--executor", "slrum"],
+            "--executor must be one of local, slurm, ray, got 'slrum'; nearest: slurm",
+        ),
+        (["run", "x.yaml", "--jobs", "many"], "--jobs must be a whole number, got 'many'"),
+        (["verdict", "x", "--alpha", "small"], "--alpha must be a number, got 'small'"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_told_in_plain_words(words, said, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().err == f"stability: {said}\n"

@@ -129,7 +129,7 @@ def test_what_no_arm_may_change_has_a_reason(path, reason):
     assert reason in said
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sets(st.sampled_from(PATHS), min_size=1, max_size=4))
 def test_one_change_is_what_lies_on_one_axis(paths):
     axes = axes_of(paths)

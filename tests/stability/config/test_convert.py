@@ -75,14 +75,14 @@ ARMS = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(ARMS)
 def test_a_config_survives_json_exactly(arm):
     stored = json.loads(json.dumps(to_dict(arm)))
     assert from_dict(ArmConfig, stored, "stored") == arm
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(ARMS, ARMS)
 def test_overriding_with_a_whole_config_gives_that_config(arm, other):
     arm = replace(arm, attention=other.attention, train=other.train)  # mappings merge by key

@@ -61,7 +61,7 @@ def test_a_value_that_is_no_number_is_the_same_as_itself():
     assert diff(one, other) == {}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 3), st.sampled_from(["gpt2", "xavier"]), st.integers(0, 2))
 def test_a_difference_seen_from_the_other_side_is_swapped(depth, init, ulps):
     changes = {"model": {"depth": depth, "init": init}, "nudge": {"ulps": ulps}}

@@ -181,7 +181,7 @@ def test_batches_before_setup_are_refused(text_file):
         _data(text_file).train_dataloader()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_blocks_are_the_stream_without_its_rest(n_tokens, context):
     tokens = torch.arange(n_tokens)
@@ -190,7 +190,7 @@ def test_blocks_are_the_stream_without_its_rest(n_tokens, context):
     assert torch.equal(blocks.flatten(), tokens[: blocks.numel()])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(SEEDS, SIZES, COUNTS)
 def test_each_epoch_visits_every_block_once(order_seed, batch_size, n_blocks):
     steps = 3 * n_blocks // batch_size + 1
@@ -200,7 +200,7 @@ def test_each_epoch_visits_every_block_once(order_seed, batch_size, n_blocks):
         assert sorted(one.tolist()) == list(range(n_blocks))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(SEEDS, SIZES, COUNTS, st.randoms(use_true_random=False))
 def test_a_batch_needs_no_other_batch(order_seed, batch_size, n_blocks, shuffler):
     steps = list(range(12))
@@ -282,7 +282,7 @@ def test_a_text_too_short_to_hold_some_out_is_refused(text_file, share, batches,
         _splitting(text_file, share=share, batches=batches)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 5000), st.floats(0, 0.999))
 def test_held_out_blocks_are_spread_over_the_text(n_blocks, share):
     chosen = held_out_indices(n_blocks, share).tolist()

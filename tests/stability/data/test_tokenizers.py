@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stability.data.tokenizers import load_tokenizer
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.text(), max_size=5))
 def test_bytes_give_the_text_back(texts):
     ids = load_tokenizer("bytes").encode(texts)

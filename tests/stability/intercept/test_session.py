@@ -12,6 +12,7 @@ from torch.nn.modules.module import _global_forward_hooks
 from attention_kernels import flash_attention, golden_attention
 from experiments.kit.cost import peak_allocation
 from stability import shadow
+from stability.config.schema import AttentionConfig
 from stability.records.metric_names import deviation_name
 from tests.sampling import one_in
 from tests.stability.intercept.torch_models import (
@@ -276,6 +277,14 @@ def test_a_compiled_model_is_refused_where_its_attention_is_to_be_another():
         shadow(lambda x: x).__enter__()
     with pytest.raises(ValueError, match=r"got 'fa9'; nearest: fa"):
         shadow(Decoder(), "flash:fa9").__enter__()
+
+
+def test_an_attention_that_rounds_stochastically_is_refused_where_it_is_to_train():
+    draws = AttentionConfig(implementation="flash", numerics={"rounding": "stochastic"})
+    with pytest.raises(ValueError, match=r"got flash:fa2: a loop of your own tells no \(step, lay"):
+        shadow(Decoder(), draws, replace=["*"]).__enter__()
+    with shadow(Decoder(), draws):  # beside the model's own: one draw of its rounding
+        pass
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -72,7 +72,7 @@ def test_heads_and_ranges_are_those_of_the_slices(dtype, chunk, monkeypatch):
         _close(found.positions[index], _part(cut, x, reference, golden, INPUT_DTYPES[dtype]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 5000), count=st.integers(1, 40))
 def test_ranges_part_the_positions_evenly(length, count):
     ranges = position_ranges(length, count)
@@ -82,7 +82,7 @@ def test_ranges_part_the_positions_evenly(length, count):
     assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     batch=st.integers(1, 3),
     heads=st.integers(1, 3),

@@ -50,7 +50,7 @@ def test_ulps_are_those_of_the_plain_definition(dtype, output_format):
     assert found["ulp_max"] == pytest.approx(abs(expected).max(), rel=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10_000), st.integers(-60, 60), st.sampled_from([torch.float32, torch.float64])
 )
@@ -61,7 +61,7 @@ def test_a_power_of_two_times_both_changes_no_ulp(seed, power, dtype):
     assert [scaled[name] for name in IN_ULPS] == [plain[name] for name in IN_ULPS]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     heads=st.integers(1, 4),
     length=st.integers(1, 20),

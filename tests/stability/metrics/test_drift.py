@@ -136,7 +136,7 @@ def test_the_two_zeros_are_equal_weights():
     assert found == {m: 1.0 if m == "cosine" else 0.0 for m in DRIFT_METRICS}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(2, 300), st.floats(-1e3, 1e3), st.integers(0, 99), st.sampled_from([32, 64]))
 def test_no_order_of_the_weights_changes_a_bit(size, offset, seed, bits):
     generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,7 @@ def _joined(bins):
     return [repr(sum_of_bins(each)) for each in bins]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from([FINITE, NEAR, ANY, EDGES, NEAR | EDGES]).flatmap(
         lambda value: st.lists(st.tuples(value, value), min_size=1, max_size=30)
@@ -80,7 +80,7 @@ def test_most_blocks_of_weights_are_added_as_integers():
     assert sum(top - grain <= 50 for top, grain in powers) > 45
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.floats(-9, 9, width=32) | st.sampled_from([0.0, 1.0]), max_size=30),
     st.lists(st.floats(-9, 9, width=32) | st.sampled_from([0.0, 1.0]), max_size=30),

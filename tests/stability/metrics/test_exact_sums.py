@@ -36,7 +36,7 @@ def exactly(terms) -> float:
     return float(sum(map(Fraction, terms), Fraction(0)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs(32, allow_nan=False, allow_infinity=False))
 @example([(1e38, -1e38), (1e-45, -1e-45), (1.0, 1.0)])
 def test_sums_of_fp32_are_those_of_rational_arithmetic(values):
@@ -56,7 +56,7 @@ def test_sums_of_fp32_are_those_of_rational_arithmetic(values):
     assert found.b_variance == float(sum((Fraction(q) - mean) ** 2 for q in y) / len(y))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs(64), st.randoms(use_true_random=False), st.integers(0, 40))
 def test_no_order_shard_or_engine_changes_a_bit(values, random, cut):
     shuffled = random.sample(values, len(values))

@@ -23,7 +23,7 @@ def test_ulp_size_is_the_gap_to_the_next_value_for_every_pattern(name):
     assert torch.equal(ulp_size(-values[:-1], name), gaps)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_ulp_size_of_fp32_is_nextafters(value):
     x = torch.tensor(value, dtype=torch.float32).abs()
@@ -32,7 +32,7 @@ def test_ulp_size_of_fp32_is_nextafters(value):
         assert float(ulp_size(x, "fp32")) == float(above.double() - x.double())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.floats(min_value=0, allow_nan=False, allow_infinity=False))
 def test_ulp_size_of_fp64_is_nextafters(value):
     above = math.nextafter(value, math.inf)

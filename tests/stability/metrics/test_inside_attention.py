@@ -91,7 +91,7 @@ def test_each_figure_is_its_definition(name, padded):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     query_len=st.integers(1, 40),
     key_len=st.integers(1, 40),

@@ -17,7 +17,7 @@ UNITS = st.integers(-(2**2160), 2**2160) | st.integers(-3, 3)
 SUMS = st.builds(ExactSum, UNITS, st.sampled_from([0.0, math.inf, -math.inf, math.nan]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 3).flatmap(
         lambda n: st.lists(st.lists(SUMS, min_size=n, max_size=n), min_size=1, max_size=4)
@@ -32,7 +32,7 @@ def test_sums_of_any_size_are_added_up_over_ranks(rows):
 VALUES = st.lists(st.floats(width=32), min_size=1, max_size=40)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(VALUES, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.integers(1, 9))
 def test_a_norm_is_the_root_of_the_exact_sum_of_squares(values, dtype, parts):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)

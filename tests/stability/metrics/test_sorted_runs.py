@@ -19,7 +19,7 @@ VALUE = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_
 RUNS = st.lists(st.lists(st.tuples(VALUE, VALUE), min_size=1, max_size=30), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     RUNS,
     st.integers(1, 3),

@@ -31,7 +31,7 @@ def some_values(draw):
 
 
 @given(some_values())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_digits_sort_as_numpy_does(values):
     found, expected = values.copy(), np.sort(values)
     sorted_here = sort_by_digits(found.view(np.int32), np.empty(found.size, np.uint32))

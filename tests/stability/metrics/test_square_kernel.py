@@ -37,7 +37,7 @@ def by_loop(values):
     return sum_of_bins(bins.numpy())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from([FINITE, NEAR]).flatmap(lambda x: st.lists(x, min_size=1, max_size=30)))
 def test_the_terms_add_up_to_the_sum_of_squares(values):
     tensor = torch.tensor(values, dtype=torch.float32)

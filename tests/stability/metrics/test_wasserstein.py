@@ -26,7 +26,7 @@ SAMPLES = hnp.arrays(np.float32, st.integers(1, 40), elements=VALUES)
 PAIRS = st.integers(1, 40).flatmap(
     lambda n: st.tuples(*[hnp.arrays(np.float32, n, elements=VALUES)] * 2)
 )
-modest = settings(deadline=None, max_examples=200)
+modest = settings(max_examples=200)
 
 
 @modest
@@ -140,7 +140,7 @@ def _pooled(parts):
     return torch.cat([part.double().flatten() for part in parts])
 
 
-many = settings(deadline=None, max_examples=300)
+many = settings(max_examples=300)
 
 
 @many
@@ -281,7 +281,7 @@ def _samples(dtype):
 
 
 @pytest.mark.parametrize("dtype", WIDE)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data(), st.integers(1, 20))
 def test_ranges_hold_every_finite_value_once_and_in_order(dtype, data, held):
     sides = [[torch.from_numpy(data.draw(_samples(dtype)))] for _ in range(2)]
@@ -319,7 +319,7 @@ def test_walking_widens_every_format_and_leaves_the_tensors_alone():
     assert [part.tolist() for part in parts] == [[-0.0, 1.5]] * 2
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(1, 200), st.integers(0, 99), st.integers(2, 90))
 def test_no_range_or_order_changes_a_bit_of_the_pooled_distance(size, seed, held):
     generator = torch.Generator().manual_seed(seed)

@@ -44,7 +44,7 @@ def some_state(seed=0):
 STATE = some_state()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shardings(STATE), st.integers(1, 9), st.randoms())
 def test_any_sharding_and_any_order_give_the_same_hash(held, portion, shuffler):
     expected = weight_hash(STATE)

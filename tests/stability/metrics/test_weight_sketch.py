@@ -49,7 +49,7 @@ STATE = {
 }
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(shardings(STATE), st.randoms())
 def test_any_sharding_and_any_order_give_the_same_bits(held, shuffler):
     expected = weight_sketch(STATE)
@@ -77,7 +77,7 @@ def test_torch_gives_the_bits_of_the_loop(dtype, places):
     assert torch.equal(one, other)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(-(2.0**31), 2.0**31, exclude_min=True, exclude_max=True), min_size=1))
 def test_sums_are_exact_to_the_rounding_of_each_value(values):
     # one bucket for all: its sum over Python's integers, each value rounded half to even

@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stability.metrics import mixing
@@ -45,7 +45,6 @@ def test_every_draw_is_of_the_word_at_its_place(key, places):
     assert normal_at(key, at).tolist() == pytest.approx(wanted, rel=4e-15)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(sorted(DRAWS)),
     st.integers(0, WORD),

@@ -32,7 +32,7 @@ def test_log_spaced_steps_are_the_rounded_powers():
     assert due == [0, 1, 2, 5, 10, 22, 46, 100, 215, 464, 1000]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(per_decade=st.integers(1, 12), step=st.integers(1, 10**6))
 def test_log_spaced_steps_leave_no_gap_wider_than_their_ratio(per_decade, step):
     schedule = Schedule(per_decade=per_decade)

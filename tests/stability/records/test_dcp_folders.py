@@ -81,7 +81,7 @@ def test_a_checkpoint_without_one_model_says_what_it_holds(tmp_path, state):
         open_weights(save(tmp_path / "c", state))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_cut_into_chunks_gives_the_same_tensor_and_parts_of_it(tmp_path_factory, data):
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))

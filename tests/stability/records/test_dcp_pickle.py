@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed._shard.sharded_tensor.metadata import MEM_FORMAT_ENCODING
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
@@ -280,7 +280,6 @@ def test_a_key_that_takes_for_ever_to_hash_is_refused_at_once():
 WHOLE = pickle.dumps(_metadata(TensorProperties()))
 
 
-@settings(deadline=None)
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255), st.integers(0, len(WHOLE)))
 def test_a_damaged_pickle_gives_one_kind_of_error_or_a_record(place, value, length):
     damaged = bytearray(WHOLE)

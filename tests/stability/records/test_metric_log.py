@@ -54,7 +54,7 @@ def test_making_a_log_writes_nothing(log, path):
     assert not path.parent.exists()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(NAMES, st.lists(st.tuples(st.integers(0, 9), st.floats()), max_size=8))
 def test_every_name_and_float_come_back_to_the_bit(tmp_path_factory, name, entries):
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"

@@ -57,7 +57,7 @@ def bits(value):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(LINES, st.binary(max_size=9).filter(lambda tail: b"\n" not in tail))
 @example(
     [(0, {"a/b": 1.0}, True), (0, {"a/b": 2.0, "note": "x"}, True), (0, {"a/b": 3}, True)], b""

@@ -40,14 +40,14 @@ def test_names_are_the_documented_ones():
     assert watch_name("grad_norm") == "watch/grad_norm"
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layer=WORDS, what=WORDS, metric=WORDS, shadow=st.one_of(st.just(""), WORDS), part=PARTS)
 def test_a_deviation_is_read_back(layer, what, metric, shadow, part):
     name = deviation_name(layer, what, metric, shadow=shadow, part=part)
     assert parse_deviation(name) == (layer, what, metric, shadow, part)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(parameter=st.text("ab/.", min_size=1, max_size=6), metric=WORDS)
 def test_a_drift_is_read_back_also_where_a_parameter_has_slashes(parameter, metric):
     assert parse_drift(drift_name(parameter, metric)) == (parameter, metric)

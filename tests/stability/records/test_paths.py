@@ -66,7 +66,7 @@ def test_a_name_that_could_lead_out_is_refused(tmp_path, arm):
         RunPaths.for_run(tmp_path, arm, 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.text(max_size=8))
 def test_an_accepted_name_is_a_folder_of_the_study(tmp_path_factory, arm):
     study = tmp_path_factory.getbasetemp() / "study"

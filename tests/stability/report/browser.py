@@ -17,7 +17,7 @@ import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 
-__all__ = ["Browser", "start_browser"]
+__all__ = ["Browser", "launch_browser", "start_browser"]
 
 FLAGS = (
     "--headless=new",
@@ -58,17 +58,35 @@ class Browser:
         self.shown: tuple[Path, int, bool] | None = None
         """The page, width and theme that `open` was last asked for."""
 
-    def open(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
+    def open(
+        self,
+        path: Path,
+        *,
+        width: int = 1200,
+        height: int = 900,
+        dark: bool = False,
+        scale: float = 1,
+    ) -> None:
         """Open the page at `path` anew, and forget what earlier pages logged."""
         self.driver.get("about:blank")
         self.console()
         self.requests()
         self.width = width
         self.shown = (path, width, dark)
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._cdp("Emulation.setDeviceMetricsOverride", **metrics)
+        self.set_size(width, height, scale)
         self.set_theme(dark=dark)
         self.driver.get(path.as_uri())
+
+    def set_size(self, width: int, height: int = 900, scale: float = 1) -> None:
+        """Set the window in CSS pixels, each of `scale` pixels of the screen."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
+        self._cdp("Emulation.setDeviceMetricsOverride", **metrics)
+
+    def set_online(self, online: bool) -> None:
+        """Let the browser reach this machine, or nothing."""
+        through = -1 if online else 0
+        rates = {"latency": 0, "downloadThroughput": through, "uploadThroughput": through}
+        self._cdp("Network.emulateNetworkConditions", **rates, offline=not online)
 
     def set_theme(self, *, dark: bool) -> None:
         """Say what the system's theme is, as it changes at dusk."""
@@ -172,6 +190,14 @@ class Browser:
 
 def start_browser() -> Browser:
     """Start a Chromium; skips the test where there is none. `close` ends it."""
+    try:
+        return launch_browser()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def launch_browser() -> Browser:
+    """Start a Chromium; FileNotFoundError where there is none. `close` ends it."""
     driver, program = _programs()
     options = ChromeOptions()
     options.binary_location = program
@@ -183,8 +209,7 @@ def start_browser() -> Browser:
         for name in ("http_proxy", "HTTP_PROXY"):  # the driver listens on this machine
             patch.delenv(name, raising=False)
         browser = Browser(Chrome(options=options, service=service))
-    offline = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0, "offline": True}
-    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    browser.set_online(False)
     browser.driver.set_script_timeout(3 * PATIENCE)
     return browser
 
@@ -199,9 +224,11 @@ def until(found: Callable[[], Any], what: str) -> Any:
 
 
 def _programs() -> tuple[str, str]:
-    """Return the driver and the browser; both, or the test is skipped."""
+    """Return the driver and the browser; FileNotFoundError unless both are here."""
     driver = shutil.which("chromedriver")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     if not driver or not program:
-        pytest.skip("no browser here; install Debian's packages chromium and chromium-driver")
+        raise FileNotFoundError(
+            "no browser here; install Debian's packages chromium and chromium-driver"
+        )
     return driver, program

@@ -14,7 +14,8 @@
   const off = new Set(); // arms switched off
   const drawn = new Set(); // ids of the charts drawn so far
   let observer;
-  let printing = false; // paper is white whatever the theme
+  let printing = false; // paper is white whatever the theme, and narrower than the screen
+  const PAPER = { width: 660, lower: 0.7 }; // px between the margins of A4; two charts fit a page
 
   const all = (selector, within = document) => [...within.querySelectorAll(selector)];
   const plot = (id) => document.getElementById(id);
@@ -62,7 +63,7 @@
 
   const laidOut = (id, choice) => {
     const source = figures[id].layout;
-    const layout = { ...source, uirevision: JSON.stringify(choice) };
+    const layout = { ...source, autosize: true, uirevision: JSON.stringify(choice) };
     const { ink, grid, page } = colours();
     layout.font = { ...source.font, color: ink };
     layout.hoverlabel = { ...source.hoverlabel, bgcolor: page, bordercolor: grid, font: { color: ink } };
@@ -84,7 +85,11 @@
       });
       layout.yaxis = { ...layout.yaxis, tickvals: on, ticktext };
     }
-    if (narrow.matches) {
+    if (printing) {
+      const height = source.height * (source.height > 450 ? 1 : PAPER.lower);
+      Object.assign(layout, { width: PAPER.width, height, autosize: false });
+      if (source.legend?.y < 0) layout.legend = { ...source.legend, y: (source.legend.y * source.height) / height };
+    } else if (narrow.matches) {
       layout.height = source.height + 60;
       if (source.xaxis?.type === "category" && source.legend) { // its ticks stand upright
         layout.height += 80;

@@ -11,17 +11,16 @@ from stability.report.live.server import make_server
 
 TOKEN = "0123456789abcdef" * 3
 REFUSED = "this server shows itself by the whole address that it printed"
-NETWORK = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
 
 
 @pytest.fixture
 def online(browser):
     """The browser, allowed to reach this machine."""
-    browser._cdp("Network.emulateNetworkConditions", **NETWORK, offline=False)
+    browser.set_online(True)
     yield browser
     browser.driver.delete_all_cookies()
     browser.driver.get("about:blank")
-    browser._cdp("Network.emulateNetworkConditions", **NETWORK, offline=True)
+    browser.set_online(False)
     browser.console()
     browser.requests()
 

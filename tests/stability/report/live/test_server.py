@@ -18,7 +18,7 @@ from tests.stability.report.live.serving import HOSTILE, eventually, serving, se
 def test_list_shows_each_study_as_what_it_is(client):
     page = html.unescape(settled(client))
     assert "14 finished of 14 runs" in page
-    assert "14 missing of 14 runs" in page
+    assert "14 to come of 14 runs" in page
     assert "torn/study.json: must be JSON" in page
     assert "flash_fa2 moves the weights" in page
     assert "head 1: error ratio stands out since step 20" in page

@@ -33,9 +33,10 @@ def test_summary_says_how_a_study_that_runs_goes(synthetic, tmp_path):
     with hold(trained):
         found = summary_of_study(read_study(tmp_path))
     assert found.state == (
-        "1 running, 1 failed, 3 finished, 9 missing of 14 runs; now rerun, seed 0, at step 80"
+        "1 running, 1 failed, 3 finished, 9 to come of 14 runs; now rerun, seed 0, at step 80"
     )
     assert found.is_running
+    assert found.next == ""
     assert found.is_bad
     assert found.done == pytest.approx((3 * 200 + 80 + 40) / (14 * 200))
     synthetic.write_study_json(tmp_path / "new")
@@ -47,10 +48,11 @@ def test_run_whose_process_is_gone_is_stopped(synthetic, tmp_path):
     run = synthetic.write_run(tmp_path, synthetic.ARMS[0], 0, state="running", until=80)
     with hold(run):
         first = read_study(tmp_path)
-        assert summary_of_study(first).state.startswith("1 running, 6 missing of 7 runs; now")
+        assert summary_of_study(first).state.startswith("1 running, 6 to come of 7 runs; now")
     for study in (read_study(tmp_path), read_study(tmp_path, known=first)):
         found = summary_of_study(study)
-        assert found.state == "1 stopped, 6 missing of 7 runs"
+        assert found.state == "1 stopped, 6 to come of 7 runs"
+        assert found.next == "the command that trained it goes on from here"
         assert found.is_bad
         assert not found.is_running
         assert found.done == pytest.approx(80 / (7 * 200))
@@ -60,6 +62,27 @@ def test_run_whose_process_is_gone_is_stopped(synthetic, tmp_path):
             "seed 0 stopped: no process trains it any more; the same command goes on from its "
             "last checkpoint",
         )
+
+
+def test_what_failed_is_to_be_read_on_the_page_and_tried_again(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    synthetic.write_run(tmp_path, synthetic.ARMS[0], 0, state="failed", until=40)
+    found = summary_of_study(read_study(tmp_path))
+    assert found.state == "1 failed, 13 to come of 14 runs"
+    assert found.next == (
+        "its page has each run's error; the command that trained it tries those runs again"
+    )
+
+
+def test_a_study_without_a_drift_has_no_ladder_of_dashes(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path)
+    found = summary_of_study(read_study(tmp_path))
+    assert found.ladder is not None
+    assert found.ladder.rungs == ()
+
+
+def test_a_finished_study_asks_for_nothing(study):
+    assert summary_of_study(study).next == ""
 
 
 def test_outline_needs_no_log_and_agrees_with_the_summary(synthetic, tmp_path):

@@ -30,8 +30,16 @@ return [...document.querySelectorAll(".plot")].map((plot) => [
 """
 AT_PRINT = """
 addEventListener("beforeprint", () => {
-  window.onPaper = document.querySelectorAll(".plot > .plot-container").length;
+  const drawn = [...document.querySelectorAll(".plot > .plot-container")];
+  window.onPaper = drawn.length;
+  window.widest = Math.max(...drawn.map((plot) => plot.querySelector("svg").width.baseVal.value));
 });
+"""
+# the sections of tables that are wider than their place
+TOO_WIDE = """
+return [...document.querySelectorAll("table")]
+  .filter((table) => table.offsetWidth > table.parentElement.offsetWidth)
+  .map((table) => table.closest("section").id);
 """
 # how strong each row of an arm is, in the tables
 ROWS = """
@@ -320,3 +328,20 @@ def test_every_chart_is_on_paper_though_nobody_scrolled(opened):
     pdf = opened.print_pdf()
     assert opened.run("return window.onPaper") == len(opened.plots())
     assert len(re.findall(rb"/Type\s*/Page\b", pdf)) > 1
+
+
+def test_no_table_is_wider_than_paper(opened):
+    """Paper has no edge to scroll behind: 718 px of A4 between the browser's own margins."""
+    opened._cdp("Emulation.setEmulatedMedia", media="print")
+    opened.set_size(718)
+    assert opened.run(TOO_WIDE) == []
+    opened._cdp("Emulation.setEmulatedMedia", media="")
+
+
+def test_no_chart_is_wider_than_paper_and_each_is_as_wide_as_the_screen_again(opened):
+    """A4 has 674 px between the browser's own margins and the page's."""
+    opened.draw_all()
+    opened.run(AT_PRINT)
+    opened.print_pdf()
+    assert opened.run("return window.widest") <= 674
+    opened.wait("return document.getElementById('drift')._fullLayout.width > 1000")

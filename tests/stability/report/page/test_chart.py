@@ -12,7 +12,7 @@ from stability.report.view.palette import ArmStyle
 STYLE = ArmStyle("#000000", "solid", "circle")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(length=st.integers(POINTS + 1, 5 * POINTS), spike=st.floats(2, 1e6), where=st.floats(0, 1))
 def test_thinning_keeps_every_spike(length, spike, where):
     values = {step: 1.0 + (step % 7) / 10 for step in range(length)}

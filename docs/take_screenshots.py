@@ -1,0 +1,460 @@
+"""Takes the pictures of what a user sees: report, dashboard, terminal and figure.
+
+They are there to be looked at before a release, and some stand in the documentation. Nothing is
+staged: the program itself trains, fails and is killed, and a headless Chromium and a terminal of 80
+columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on two busy cores.
+
+    PYTHONPATH=. python docs/take_screenshots.py [STUDY] [--out FOLDER]
+
+All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` go to docs/ as well, if
+STUDY, the folder of the quickstart study, is given and answers what README.md says.
+Leaves out whether a picture is any good: that is for a person to say.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageChops
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
+from rich.text import Text
+
+from tests.stability.report.browser import Browser, launch_browser
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+SHOWN = {
+    "quickstart.png": "report-first-screen.png",
+    "screenshots/report-400-dark.png": "report-phone.png",
+    "screenshots/drift.png": "report-drift.png",
+    "screenshots/dashboard.png": "dashboard-mixed-light.png",
+    "screenshots/compare.png": "compare-ladders.png",
+    "screenshots/training.png": "terminal-training-light.png",
+    "screenshots/answer.png": "terminal-answer-dark.png",
+    "screenshots/figure.png": "figure-drift.png",
+}
+"""What pages of the documentation show, below docs/, and which of the pictures it is."""
+
+MADE_OF = DOCS / "screenshots" / "made_of.json"
+SOURCES = ("stability/report/page/assets", "stability/report/terminal")
+"""Of these the pictures are made: a change of them is what makes a picture old. Charts and numbers
+are left out, since most changes of theirs change no picture."""
+
+COLUMNS, ROWS = 80, 50
+FIRST_LINES = 24
+"""Of what `show` prints, those of the answer: what follows is the ladder."""
+COLOURS, MOST_OFF = 256, 24
+"""Of a committed picture: so many stay, a third of the bytes, and none is off by more of 255."""
+MOST_BYTES = 150_000
+PATIENCE_S = 240
+MANY = 60
+THEMES: dict[str, TerminalTheme] = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
+
+STUDY = """
+name: {name}
+question: {question}
+base:
+  model: {{depth: 2, width: 64, heads: 2, context: 64, vocab_size: 256}}
+  attention: {{implementation: baseline}}
+  data: {{source: stdlib, tokenizer: bytes}}
+  optimizer: {{lr: 5.0e-4, warmup_steps: 20}}
+  train: {{steps: {steps}, batch_size: 4, snapshot_steps: [4, 8], checkpoint_every: 8}}
+  probe: {{every: 4, seeds: first}}
+arms:
+  baseline: {{}}
+  candidate:
+    attention: {{implementation: "{attention}"}}
+  reference: {{role: reference, probe: {{every: 0}}}}
+  nudge: {{nudge: {{ulps: 1}}, probe: {{every: 0}}}}
+seeds: [0, 1]
+yardstick: nudge
+early_step: 8
+policy: {{step: 8}}
+"""
+KERNELS = '''
+"""Two attentions: one that is right, and one that gives up."""
+import torch
+
+calls = 0
+
+
+def attend(q, k, v, *, causal, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+
+def gives_up(q, k, v, *, causal, scale=None):
+    global calls
+    calls += 1
+    if calls > 30:
+        raise RuntimeError("my_kernels: out of shared memory: required 131072, limit 101376")
+    return attend(q, k, v, causal=causal, scale=scale)
+'''
+
+
+def main() -> int:
+    """Take all pictures; return 1 if those of docs/ had to stay as they are."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("study", nargs="?", type=Path, help="the folder of the quickstart study")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "screenshots")
+    asked = parser.parse_args()
+    out: Path = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="screenshots-") as folder, open_browser() as browser:
+        work = Path(folder)
+        (work / "my_kernels.py").write_text(KERNELS, encoding="utf-8")
+        shot_training(work, browser, out)
+        study = asked.study.resolve() if asked.study else work / "runs" / "finished"
+        shot_report(study, browser, out)
+        shot_terminal(study, browser, out)
+        shot_figures(study, out)
+        shot_dashboards(work, study, browser, out)
+    if asked.study is None:
+        say(f"{out} has the pictures; for those of docs/ give the quickstart study's folder")
+        return 0
+    return renew_docs(study, out)
+
+
+# ---- what is shown
+
+
+def shot_training(work: Path, browser: Browser, out: Path) -> None:
+    """Train a study to its end in a terminal, and take the terminal half way."""
+    write_study(work, "finished", "Does my kernel matter?")
+    shots = 0
+
+    def look(screen: str) -> None:
+        nonlocal shots
+        if not shots and screen.count("finished") >= 3 and re.search(r" [5-9]/16", screen):
+            shots += 1
+            shot_screen(screen, "stability run study.yaml", "terminal-training", browser, out)
+
+    said = in_terminal(["run", "finished.yaml", "--wandb", "disabled"], work, look)
+    if not shots:
+        raise RuntimeError(f"the training was over before a picture was taken: {said}")
+
+
+def shot_report(study: Path, browser: Browser, out: Path) -> None:
+    """Take the report at three widths, light and dark, then as it is printed."""
+    stability(["report", str(study)])
+    page = study / "report.html"
+    for width in (400, 1280, 2000):
+        for theme in ("light", "dark"):
+            browser.open(page, width=width, dark=theme == "dark")
+            browser.draw_all()
+            shot_whole(out / f"report-{width}-{theme}.png", browser, width)
+    browser.open(page, width=1120, height=800, scale=1.5)
+    browser.draw_all()
+    browser.screenshot(out / "report-first-screen.png")
+    browser.run("document.querySelector('#section-drift').scrollIntoView()")
+    browser.settle()
+    browser.screenshot(out / "report-drift.png")
+    browser.open(page, width=400, height=800, scale=1.5, dark=True)
+    browser.draw_all()
+    browser.screenshot(out / "report-phone.png")
+    browser.open(page, width=1280)
+    browser.draw_all()
+    (out / "report-printed.pdf").write_bytes(browser.print_pdf())
+
+
+def shot_terminal(study: Path, browser: Browser, out: Path) -> None:
+    """Take what `show` answers in 80 columns: of a study, and of one arm."""
+    said = in_terminal(["show", study.name], study.parent)
+    title = f"stability show runs/{study.name}"
+    shot_screen(said, title, "terminal-show", browser, out)
+    answer = "\n".join(said.strip("\n").split("\n")[:FIRST_LINES])
+    shot_screen(answer, title, "terminal-answer", browser, out)
+    arm = "flash_fa2" if (study / "flash_fa2").is_dir() else "candidate"
+    said = in_terminal(["show", study.name, arm], study.parent)
+    shot_screen(said, f"stability show runs/{study.name} {arm}", "terminal-arm", browser, out)
+
+
+def shot_figures(study: Path, out: Path) -> None:
+    """Draw figures in the width of a paper's column."""
+    for what in ("ladder", "drift", "heatmap"):
+        stability(["figure", str(study), "--what", what, "--out", str(out / f"figure-{what}.png")])
+
+
+def shot_dashboards(work: Path, study: Path, browser: Browser, out: Path) -> None:
+    """Take the dashboard of no study, of studies in every state, of many; and a comparison."""
+    empty, mixed, many = (work / name / "runs" for name in ("empty", "mixed", "many"))
+    for folder in (empty, mixed, many):
+        folder.mkdir(parents=True)
+    with serving(empty, browser):
+        shot_themes("dashboard-empty", browser, out)
+    finished = work / "runs" / "finished"
+    shutil.copytree(finished, mixed / "finished")
+    fail(work, mixed)
+    kill(work, mixed)
+    with training(work, mixed, "going", updates=400), serving(mixed, browser):
+        shot_themes("dashboard-mixed", browser, out)
+    for number in range(MANY):
+        shutil.copytree(finished, many / f"kernel-of-day-{number:02}")
+    with serving(many, browser):
+        shot_themes("dashboard-many", browser, out)
+    shutil.copytree(study, mixed / "quickstart")
+    with serving(mixed, browser) as address:
+        browser.driver.get(f"{address}compare?study=finished&study=quickstart")
+        browser.wait("return !!window.report")
+        browser.draw_all()
+        shot_themes("compare", browser, out)
+        browser.set_theme(dark=False)
+        browser.set_size(1280, 800)
+        browser.run("document.querySelector('#side-by-side').scrollIntoView()")
+        browser.settle()
+        browser.screenshot(out / "compare-ladders.png")
+
+
+def fail(work: Path, runs: Path) -> None:
+    """Train a study whose candidate gives up after some calls."""
+    write_study(work, "gives_up", "Is the new tiling worth it?", attention="my_kernels:gives_up")
+    stability(["run", "gives_up.yaml", "--out", str(runs), "--wandb", "disabled"], work, rc=1)
+
+
+def kill(work: Path, runs: Path) -> None:
+    """Kill a study's process, as a machine that runs out of memory does."""
+    with training(work, runs, "killed", updates=300):
+        pass
+
+
+@contextmanager
+def training(work: Path, runs: Path, name: str, *, updates: int) -> Iterator[None]:
+    """A study that trains and has made some updates, until it is killed at the end."""
+    write_study(work, name, "Does a longer run tell more?", steps=updates)
+    words = ["run", f"{name}.yaml", "--out", str(runs), "--wandb", "disabled"]
+    with started(words, work) as process:
+        log = runs / name / "baseline" / "seed-0" / "metrics.jsonl"
+        wait_for(lambda: log.exists() and log.read_bytes().count(b"\n") > 40, f"training of {name}")
+        yield
+        os.killpg(process.pid, signal.SIGKILL)  # with the process that trains
+
+
+# ---- the program
+
+
+def command(words: list[str]) -> list[str]:
+    """Return the command line that runs a verb of this clone."""
+    return [sys.executable, "-m", "stability.cli.main", *words]
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a terminal of 80 columns, with this clone's packages."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")
+    }
+    path = os.pathsep.join(str(each) for each in (ROOT, ROOT / "kernels"))
+    return {**kept, "TERM": "xterm-256color", "LINES": str(ROWS), "PYTHONPATH": path}
+
+
+def stability(words: list[str], folder: Path = ROOT, rc: int = 0) -> None:
+    """Run a verb that has to end with exit code `rc`."""
+    done = subprocess.run(
+        command(words), cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+    if done.returncode != rc:
+        raise RuntimeError(f"stability {' '.join(words)}: {done.returncode}\n{done.stderr}")
+
+
+@contextmanager
+def started(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A verb that runs in the background; killed at the end."""
+    with subprocess.Popen(
+        command(words),
+        cwd=folder,
+        env={**environment(), "XDG_CACHE_HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def write_study(
+    work: Path, name: str, question: str, *, attention: str = "my_kernels:attend", steps: int = 16
+) -> None:
+    """Write the YAML file of a small study into `work`."""
+    text = STUDY.format(name=name, question=question, attention=attention, steps=steps)
+    (work / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def in_terminal(
+    words: list[str], folder: Path, look: Callable[[str], None] = lambda screen: None
+) -> str:
+    """Run a verb in a pseudo-terminal; return what is on its screen and above at the end.
+
+    `look` is called with it whenever something was written.
+    """
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(folder)
+        line = command(words)
+        os.execvpe(line[0], line, environment())
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    written, end = b"", time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            written += os.read(terminal, 65536)
+        except OSError:  # Linux's way to say that the child has ended
+            break
+        look(screen_of(written))
+    os.close(terminal)
+    os.waitpid(child, 0)
+    return screen_of(written)
+
+
+def screen_of(written: bytes) -> str:
+    """Return what stays of the written lines: a moving bar's are erased and written again."""
+    text = re.sub(r"\x1b\[\?25[lh]", "", written.decode(errors="replace").replace("\r\n", "\n"))
+    lines = [""]
+    for part in re.split(r"(\n|\r|\x1b\[1A|\x1b\[2K)", text):
+        if part == "\n":
+            lines.append("")
+        elif part == "\x1b[1A":
+            lines.pop()
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part != "\r":
+            lines[-1] += part
+    return "\n".join(lines)
+
+
+# ---- the browser
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """A headless Chromium, closed at the end."""
+    browser = launch_browser()
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+@contextmanager
+def serving(runs: Path, browser: Browser) -> Iterator[str]:
+    """The dashboard of a folder in the browser: gives its address without the token."""
+    with started(["dashboard", str(runs), "--port", "0"], runs.parent) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split(" ")[0]
+        browser.set_online(True)
+        browser.set_size(1280)
+        browser.driver.get(address)
+        browser.wait("return !!document.querySelector('.studies')")
+        wait_for(lambda: "being read" not in browser.run("return document.body.innerText"), "list")
+        yield address.split("?")[0]
+        browser.driver.get("about:blank")
+        browser.set_online(False)
+
+
+def shot_themes(name: str, browser: Browser, out: Path) -> None:
+    """Take the whole open page in both themes."""
+    for theme in ("light", "dark"):
+        browser.set_theme(dark=theme == "dark")
+        shot_whole(out / f"{name}-{theme}.png", browser, 1280)
+
+
+def shot_whole(path: Path, browser: Browser, width: int) -> None:
+    """Take the open page in a window as high as it is: what sticks to an edge hides nothing."""
+    height = browser.run("return document.documentElement.scrollHeight")
+    browser.set_size(width, max(200, height))
+    browser.settle()
+    browser.screenshot(path)
+    browser.set_size(width)
+
+
+def shot_screen(screen: str, title: str, name: str, browser: Browser, out: Path) -> None:
+    """Take a terminal's screen on a light and on a dark ground."""
+    text = Text.from_ansi(screen.strip("\n"))
+    for theme, colours in THEMES.items():
+        console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+        console.print(text)
+        drawn = out / f"{name}-{theme}.svg"
+        drawn.write_text(console.export_svg(title=title, theme=colours), encoding="utf-8")
+        width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn.read_text("utf-8"))[0]
+        browser.open(drawn, width=round(float(width)), height=round(float(height)))
+        browser.screenshot(out / f"{name}-{theme}.png")
+
+
+def wait_for(happened: Callable[[], object], what: str) -> None:
+    """Return once `happened` is true; RuntimeError if it is not within PATIENCE_S."""
+    end = time.monotonic() + PATIENCE_S
+    while not happened():
+        if time.monotonic() > end:
+            raise RuntimeError(f"{what}: did not happen within {PATIENCE_S} s")
+        time.sleep(0.1)
+
+
+# ---- the documentation
+
+
+def renew_docs(study: Path, out: Path) -> int:
+    """Copy the pictures that pages show, made small; return 1 if the answer is not README's."""
+    said = in_terminal(["show", study.name], study.parent)
+    if not is_of_readme(said, (ROOT / "README.md").read_text("utf-8")):
+        say(f"{study} does not answer what README.md says: docs/ stays as it was; see {out}")
+        return 1
+    for target, source in SHOWN.items():
+        with Image.open(out / source) as picture:
+            whole = picture.convert("RGB")
+        # other methods give up the colour of a thin line, by which an arm is known
+        method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
+        small = whole.quantize(COLOURS, method=method, dither=dither)
+        off = np.asarray(ImageChops.difference(whole, small.convert("RGB"))).max()
+        if off > MOST_OFF:
+            raise RuntimeError(f"{target}: colours must be off by {MOST_OFF} at most, are by {off}")
+        small.save(DOCS / target, optimize=True)
+        size = (DOCS / target).stat().st_size
+        if size > MOST_BYTES:
+            raise RuntimeError(f"{target}: must have at most {MOST_BYTES} bytes, has {size}")
+    MADE_OF.write_text(json.dumps(made_of(), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    sys.stdout.write(f"{text}\n")
+
+
+def is_of_readme(said: str, readme: str) -> bool:
+    """Return whether each line of README's answer is printed too."""
+    block = next(text for text in re.findall(r"```text\n(.*?)```", readme, re.DOTALL))
+    printed = {line.strip() for line in Text.from_ansi(said).plain.splitlines()}
+    return all(line.strip() in printed for line in block.splitlines())
+
+
+def made_of() -> dict[str, str]:
+    """Return the hash of each file that the looks of a page or of the terminal are written in."""
+    paths = sorted(path for source in SOURCES for path in (ROOT / source).glob("*.*"))
+    return {
+        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in paths
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Who names a folder that is no study is told of the one that was meant."""
+
+import pytest
+
+from stability.records.study_file import read_study_file, studies_near
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("quickstart", "mine"):
+        (tmp_path / "runs" / name / "baseline" / "seed-0").mkdir(parents=True)
+        (tmp_path / "runs" / name / "study.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("named", "near"),
+    [
+        ("runs", "nearest: runs/mine, runs/quickstart"),
+        ("quickstart", "nearest: runs/quickstart"),
+        ("runs/mine/baseline/seed-0", "nearest: runs/mine"),
+        ("runs/mine/study.json", "nearest: runs/mine"),
+        ("elsewhere", ""),
+    ],
+)
+def test_the_study_that_was_meant_is_named(runs, named, near):
+    relative = runs.relative_to(runs) / named
+    assert studies_near(relative) == near
+    with pytest.raises(
+        ValueError, match="there is no such file; `stability run` writes it"
+    ) as said:
+        read_study_file(relative)
+    assert str(said.value).endswith(near or "`stability run` writes it")
+
+
+def test_of_many_studies_the_first_are_named(runs):
+    for number in range(4):
+        (runs / "runs" / f"z{number}").mkdir()
+        (runs / "runs" / f"z{number}" / "study.json").write_text("{}")
+    assert studies_near(runs.relative_to(runs) / "runs") == (
+        "nearest: runs/mine, runs/quickstart, runs/z0 and 3 more"
+    )
