@@ -5,19 +5,21 @@ This file turns a recorded study into the plain values that `stability.tracking`
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stability.cli.output import HOLDS, print_json, print_line
 
 if TYPE_CHECKING:
     from stability.analysis.study_records import RecordedStudy
+    from stability.analysis.verdict import StudyVerdict
     from stability.tracking.environment import WandbMode
+    from stability.tracking.publish import StudyContent
 
-__all__ = ["metric_names", "publish_study", "workspace"]
+__all__ = ["evidence_of", "publish_study", "workspace", "workspace_names"]
 
 
 def workspace(study: Path, json: bool = False) -> int:
-    """Build a workspace in the W&B app: ladder, loss, drift, deviation, watch; print its address.
+    """Save a view in the W&B app, its arms grouped: evidence, ladder, loss, drift and more.
 
     The study's runs must be online, by `stability run --wandb online` or `wandb sync`.
 
@@ -31,7 +33,7 @@ def workspace(study: Path, json: bool = False) -> int:
 
     recorded = read_study(study)
     if json:
-        print_json(as_json(recorded.name, metric_names(recorded)))
+        print_json(as_json(recorded.name, workspace_names(recorded)))
     else:
         print_line(_save_workspace(recorded))
     return HOLDS
@@ -42,15 +44,21 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
 
     `report.html` must have been written into `folder`.
     """
-    from stability.analysis.ladder import ladder_of
+    from stability.tracking.publish import publish  # heavy: torch
+
+    return publish(_content(study, folder), mode)
+
+
+def _content(study: "RecordedStudy", folder: Path) -> "StudyContent":
+    from stability.analysis.ladder import ladder_of  # heavy: numpy
     from stability.records.manifest import ENDED
     from stability.records.paths import StudyPaths
     from stability.report.view.evidence import headline, verdict_of
-    from stability.tracking.publish import EndedRun, StudyContent, publish  # heavy: torch
+    from stability.tracking.publish import EndedRun, StudyContent
 
     runs = [run for arm in study.arms for run in arm.runs.values()]
     verdict = verdict_of(study)
-    content = StudyContent(
+    return StudyContent(
         paths=StudyPaths(folder),
         config={
             "study": study.name,
@@ -60,7 +68,7 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
             "base": dict(study.base),
         },
         verdict=headline(verdict) if verdict else "nothing to judge: no arm is a candidate",
-        evidence=verdict.to_dict()["arms"] if verdict else (),
+        evidence=evidence_of(verdict) if verdict else (),
         ladder=ladder_of(study).to_json(),
         deviations=(
             (arm.name, name, series.values)
@@ -78,15 +86,24 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
             if run.manifest and run.state in ENDED
         ],
     )
-    return publish(content, mode)
+
+
+def evidence_of(verdict: "StudyVerdict") -> list[dict[str, Any]]:
+    """Return the verdict on each arm; after a change of the protocol none of them is proven."""
+    arms = verdict.to_dict()["arms"]
+    if verdict.exploratory:
+        for arm in arms:
+            arm["answer"], arm["outcome"] = f"EXPLORATORY: {arm['answer']}", "EXPLORATORY"
+    return arms
 
 
 def _save_workspace(study: "RecordedStudy") -> str:
     """Make the workspace in the user's account, and return its address."""
     import wandb  # heavy
 
+    from stability.records.paths import StudyPaths
     from stability.tracking.environment import check_account, check_not_offline, project
-    from stability.tracking.panels import build_workspace
+    from stability.tracking.panels import build_workspace, save_workspace
 
     check_not_offline()
     check_account()
@@ -94,19 +111,25 @@ def _save_workspace(study: "RecordedStudy") -> str:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity or ""
         built = build_workspace(
             study.name,
-            metric_names(study),
+            workspace_names(study),
             runs=len(study.arms) * len(study.seeds) + 1,  # and the study's own
             entity=entity,
             project=project(),
         )
-        return built.save().url
+        return save_workspace(built, StudyPaths(study.folder).wandb_dir / "view.txt")
     except wandb.Error as error:
         raise ValueError(f"workspace: W&B refuses: {error}; try again later") from error
 
 
-def metric_names(study: "RecordedStudy") -> list[str]:
-    """Return every metric that the study has logged, in natural order."""
-    from stability.analysis.probe_records import natural_order  # heavy
+def workspace_names(study: "RecordedStudy") -> list[str]:
+    """Return the name of everything that W&B has of the study once it is published.
 
-    names = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
-    return sorted(names, key=natural_order)
+    They are what its runs have logged, the keys of their summaries, and the tables, in natural
+    order.
+    """
+    from stability.analysis.probe_records import natural_order  # heavy
+    from stability.tracking.publish import shown_names
+
+    runs = [run for arm in study.arms for run in arm.runs.values()]
+    names = {name for run in runs for name in (*run.metrics, *run.counts)}
+    return sorted(names | shown_names(_content(study, study.folder)), key=natural_order)

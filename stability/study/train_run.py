@@ -264,8 +264,9 @@ def _logged(run: Run, mode: WandbMode, observer: StudyObserver) -> Iterator[Metr
         failed = False
     finally:
         log.close()
-        if wandb:
-            wandb.close(failed=failed)
+        if isinstance(log, MirroredLog) and (trouble := log.end_mirror(failed=failed)):
+            text = f"W&B lost the run, and gets it once the study has ended: {trouble}"
+            observer.run_noted(run.arm.name, run.seed, text)
 
 
 def _fit(
@@ -335,7 +336,7 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
             config=to_dict(run.config),
             paths=run.paths,
         )
-    except (ConnectionError, TimeoutError) as error:
+    except OSError as error:
         text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
         observer.run_noted(run.arm.name, run.seed, text)
         return None

@@ -100,7 +100,8 @@ def check_wandb(mode: WandbMode) -> None:
     # `Settings` checks the project and the tags, `setup` the other WANDB_* variables.
     try:
         wandb.Settings(project=project(), run_tags=tuple(added_tags()))
-        wandb.setup(settings=wandb.Settings(mode=mode))  # else `login` goes by WANDB_MODE
+        # else `login` goes by WANDB_MODE, and tells of the account that it uses
+        wandb.setup(settings=wandb.Settings(mode=mode, silent=True))
     except (wandb.Error, ValueError) as error:
         raise ValueError(
             f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
@@ -126,7 +127,7 @@ def check_account() -> None:
     """
     import wandb  # heavy
 
-    server = wandb.setup().settings.base_url
+    server = wandb.setup(settings=wandb.Settings(silent=True)).settings.base_url
     instead = "run `wandb login` or set WANDB_API_KEY; `--wandb offline` needs neither"
     try:
         known = wandb.login(prompt=False, verify=True)

@@ -7,7 +7,7 @@ log and sends them the same way. This file does not start the W&B run (`wandb_ru
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import NON_FINITE
 from stability.tracking.environment import WandbMode
-from stability.tracking.wandb_run import start_run
+from stability.tracking.wandb_run import TRAINING_PATIENCE_S, start_run, told_in_a_line
 
 if TYPE_CHECKING:
     import wandb
@@ -76,8 +76,13 @@ class WandbRun:
     def send(self, line: Mapping[str, Any]) -> None:
         """Send one line of the log, as a row or an alert, unless W&B has it already.
 
-        Lines must come in the order of the log. A line that holds only text is not sent.
+        Lines must come in the order of the log. A line that holds only text is not sent. Raises
+        ConnectionError if W&B's service has ended.
         """
+        with told_in_a_line():
+            self._send(line)
+
+    def _send(self, line: Mapping[str, Any]) -> None:
         is_new = self._row >= self._rows_there
         if "event" in line:
             if is_new:
@@ -116,8 +121,13 @@ class WandbRun:
             self.run.summary[name] = {kind: known[kind] for kind in kinds} or values[-1]
 
     def close(self, *, failed: bool = False) -> None:
-        """Write everything out and end the run; W&B shows a failed one as failed."""
-        self.run.finish(exit_code=1 if failed else 0)
+        """Write everything out and end the run; W&B shows a failed one as failed.
+
+        Raises TimeoutError if the server takes too long, and ConnectionError if W&B's service has
+        ended.
+        """
+        with told_in_a_line():
+            self.run.finish(exit_code=1 if failed else 0)
 
     def _define_unless_prefixed(self, name: str) -> None:
         # Of two rules that fit a metric, its own and a prefix's, W&B 0.31 takes one by chance; and
@@ -134,12 +144,16 @@ class WandbRun:
 
 
 class MirroredLog(MetricLog):
-    """A metric log whose lines go to W&B too, each after it was written to the file."""
+    """A metric log whose lines go to W&B too, each after it was written to the file.
+
+    W&B is a view: what goes wrong with it ends the view, and the log goes on.
+    """
 
     def __init__(self, path: Path, mirror: WandbRun) -> None:
         super().__init__(path)
         self._mirror = mirror
         self._is_history_sent = False
+        self._trouble = ""
 
     def append(
         self,
@@ -151,11 +165,23 @@ class MirroredLog(MetricLog):
         """Write a line as `MetricLog.append` does, and send it to W&B."""
         if not self._is_history_sent:
             # Only now: a resumed run cuts the log to its checkpoint after the log was made.
-            self._mirror.send_history()
+            self._try(self._mirror.send_history)
             self._is_history_sent = True
         super().append(step, metrics, counts, **text)
         lists = {name: list(values) for name, values in (counts or {}).items()}
-        self._mirror.send({"step": step, **metrics, **lists, **text})
+        self._try(lambda: self._mirror.send({"step": step, **metrics, **lists, **text}))
+
+    def end_mirror(self, *, failed: bool) -> str:
+        """End the run of W&B; return what went wrong with it, mostly nothing."""
+        self._try(lambda: self._mirror.close(failed=failed))
+        return self._trouble
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if not self._trouble:
+            try:
+                call()
+            except (ConnectionError, TimeoutError) as error:
+                self._trouble = " ".join(str(error).split()) or type(error).__name__
 
 
 def _with_drifts(
@@ -183,35 +209,33 @@ def open_wandb_run(
     config: Mapping[str, Any],
     paths: RunPaths,
     is_other_layout: bool = False,
+    patience_s: float = TRAINING_PATIENCE_S,
 ) -> WandbRun | None:
     """Start or resume the W&B run of one arm and seed, grouped by study; None if disabled.
 
     `config` is the arm's resolved config as JSON values; its group `seed` is called `seeds` in W&B,
     where `seed` is the number. `changes` are the paths that differ from the baseline's, with
     both values: their groups are tags, and `changed_group` in the config; `is_other_layout` where
-    the two trained in other numbers of processes. Raises ConnectionError if W&B refuses.
+    the two trained in other numbers of processes. Online the server is waited for `patience_s`
+    seconds. Raises ConnectionError if W&B refuses.
     """
     if mode == "disabled":
         return None
-    import wandb  # heavy
-
     groups = groups_of(changes, is_other_layout=is_other_layout)
-    try:
-        run, rows_there = start_run(
-            mode,
-            paths.wandb_dir,
-            name=f"{arm}-seed{seed}",
-            group=study,
-            job_type=arm,
-            tags=list(dict.fromkeys([axis[:_MOST_OF_A_TAG], *groups, f"seed-{seed}"])),
-            config={
-                **{("seeds" if name == "seed" else name): value for name, value in config.items()},
-                **{"study": study, "arm": arm, "seed": seed, "axis": axis},
-                "changed_group": " + ".join(groups) or NO_AXIS,
-            },
-        )
-    except wandb.Error as error:
-        raise ConnectionError(str(error)) from error
+    run, rows_there = start_run(
+        mode,
+        paths.wandb_dir,
+        patience_s=patience_s,
+        name=f"{arm}-seed{seed}",
+        group=study,
+        job_type=arm,
+        tags=list(dict.fromkeys([axis[:_MOST_OF_A_TAG], *groups, f"seed-{seed}"])),
+        config={
+            **{("seeds" if name == "seed" else name): value for name, value in config.items()},
+            **{"study": study, "arm": arm, "seed": seed, "axis": axis},
+            "changed_group": " + ".join(groups) or NO_AXIS,
+        },
+    )
     return WandbRun(run, rows_there, paths.metrics)
 
 

@@ -1,13 +1,17 @@
 """Plans a study's panels in the W&B app: which metrics, over which axis, of which runs.
 
-A panel of lines is there only if the study has logged its metrics. This file sends no runs and no
+A panel is there only if W&B has what it shows: a metric that was logged, a key of the runs'
+summaries, or a table. This file sends no runs and no
 tables (`publish`); a panel refers to them by name.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from stability.records.atomic_files import make_folders, write_text
 from stability.records.metric_names import (
     ALL_WEIGHTS,
     EVAL_LOSS,
@@ -19,12 +23,16 @@ from stability.records.metric_names import (
     parse_drift,
 )
 from stability.records.metric_table import DEVIATION_METRICS, DRIFT_METRICS, Metric
+from stability.records.plain_files import read_plain
 from stability.tracking.tables import SHOWN_DEVIATIONS
 
-__all__ = ["Panel", "PanelSection", "as_json", "build_workspace", "plan_panels"]
+__all__ = ["Panel", "PanelSection", "as_json", "build_workspace", "plan_panels", "save_workspace"]
 
 PanelKind = Literal["line", "bar", "media", "table"]
 
+_EXCESS = "evidence/training/excess"
+_COLUMNS = ("verdict", _EXCESS)
+"""What stands beside each run's name."""
 _LADDER_BARS = (
     "ladder/rel_l2/early",
     "ladder/rel_l2/last",
@@ -52,45 +60,56 @@ class PanelSection:
     panels: tuple[Panel, ...]
 
 
-def plan_panels(metrics: Sequence[str]) -> list[PanelSection]:
+def plan_panels(names: Sequence[str]) -> list[PanelSection]:
     """Return the sections of a study's workspace, empty ones left out.
 
-    `metrics` are the names of all that the study has logged; lines keep their order.
+    `names` are those of everything that W&B has of the study; lines keep their order.
     """
-    bars = tuple(Panel(name, "bar", (name,)) for name in _LADDER_BARS)
     sections = [
-        PanelSection(
-            "Ladder",
-            (
-                *bars,
-                Panel("every arm", "table", ("ladder",)),
+        (
+            "Evidence",
+            [
+                Panel("E, the excess of each judged arm", "bar", (_EXCESS,)),
+                Panel("every arm and level", "table", ("evidence",)),
                 Panel("the report", "media", ("report",)),
-            ),
+            ],
         ),
-        PanelSection("Loss", tuple(_losses(metrics))),
-        PanelSection("Drift from the baseline", tuple(_drifts(metrics))),
-        PanelSection(
+        (
+            "Ladder",
+            [
+                *(Panel(name, "bar", (name,)) for name in _LADDER_BARS),
+                Panel("every arm", "table", ("ladder",)),
+            ],
+        ),
+        ("Loss", [Panel(name, "line", (name,)) for name in (TRAIN_LOSS, EVAL_LOSS)]),
+        ("Drift from the baseline", _drifts(names)),
+        (
             "Deviation within each layer",
-            (*_deviations(metrics), Panel("the worst of each layer", "table", ("deviations",))),
+            [*_deviations(names), Panel("the worst of each layer", "table", ("deviations",))],
         ),
-        PanelSection("Watch", tuple(_watched(metrics))),
-        PanelSection("Weights", (Panel("sizes", "media", (WEIGHT_HISTOGRAM,)),)),
+        ("Watch", _watched(names)),
+        ("Weights", [Panel("sizes", "media", (WEIGHT_HISTOGRAM,))]),
     ]
-    return [section for section in sections if section.panels]
+    known = set(names)
+    shown = [
+        PanelSection(name, tuple(panel for panel in panels if known.issuperset(panel.metrics)))
+        for name, panels in sections
+    ]
+    return [section for section in shown if section.panels]
 
 
-def as_json(group: str, metrics: Sequence[str]) -> dict[str, Any]:
+def as_json(group: str, names: Sequence[str]) -> dict[str, Any]:
     """Return the workspace as JSON values: whose runs, over which axis, and the sections."""
     return {
         "group": group,
         "grouped_by": "job_type",
         "x": STEP_AXIS,
-        "sections": [asdict(section) for section in plan_panels(metrics)],
+        "sections": [asdict(section) for section in plan_panels(names)],
     }
 
 
 def build_workspace(
-    group: str, metrics: Sequence[str], *, runs: int, entity: str, project: str
+    group: str, names: Sequence[str], *, runs: int, entity: str, project: str
 ) -> Any:
     """Return the workspace of the study `group`, not sent yet: its `save()` does that.
 
@@ -107,7 +126,7 @@ def build_workspace(
         ) from error
     sections = [
         ws.Section(name=section.name, panels=[_drawn(p) for p in section.panels], is_open=True)
-        for section in plan_panels(metrics)
+        for section in plan_panels(names)
     ]
     return ws.Workspace(
         entity=entity,
@@ -117,9 +136,32 @@ def build_workspace(
         auto_generate_panels=False,
         settings=ws.WorkspaceSettings(x_axis=STEP_AXIS, max_runs=runs),
         runset_settings=ws.RunsetSettings(
-            filters=And(Metric("Group") == group), groupby=[Metric("JobType")]
+            filters=And(Metric("Group") == group),
+            groupby=[Metric("JobType")],
+            pinned_columns=[f"summary:{name}" for name in _COLUMNS if name in names],
         ),
     )
+
+
+def save_workspace(built: Any, address: Path) -> str:
+    """Save a workspace in the user's account, and return its address.
+
+    The file `address` keeps it: the view that was saved before is replaced, unless it was deleted
+    or is another project's.
+    """
+    import wandb_workspaces.workspaces as ws  # optional: the extra `workspace`
+
+    if address.exists():
+        with contextlib.suppress(ValueError):  # deleted, or no address
+            known = ws.Workspace.from_url(read_plain(address).decode().strip())
+            if (known.entity, known.project) == (built.entity, built.project):
+                known.sections, known.settings = built.sections, built.settings
+                known.runset_settings = built.runset_settings
+                built = known
+    url = str(built.save().url)
+    make_folders(address.parent)
+    write_text(address, url + "\n")
+    return url
 
 
 def _drawn(panel: Panel) -> Any:
@@ -133,10 +175,6 @@ def _drawn(panel: Panel) -> Any:
     if panel.kind == "table":
         return wr.WeavePanelSummaryTable(table_name=panel.metrics[0])
     return wr.MediaBrowser(title=panel.title, media_keys=list(panel.metrics))
-
-
-def _losses(metrics: Sequence[str]) -> list[Panel]:
-    return [Panel(name, "line", (name,)) for name in (TRAIN_LOSS, EVAL_LOSS) if name in metrics]
 
 
 def _drifts(metrics: Sequence[str]) -> list[Panel]:

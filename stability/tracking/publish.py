@@ -9,10 +9,10 @@ line passes plain values) and shows no panels (`panels`).
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
@@ -25,23 +25,27 @@ from stability.tracking.history import open_wandb_run
 from stability.tracking.tables import (
     MetricValues,
     alert_level,
-    deviation_rows,
-    evidence_rows,
-    ladder_rows,
+    column_types,
     outcome_summary,
-    row_summary,
+    run_summary,
+    study_tables,
 )
-from stability.tracking.wandb_run import start_run
+from stability.tracking.wandb_run import start_run, told_in_a_line
 
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["EndedRun", "StudyContent", "publish"]
+__all__ = ["EndedRun", "StudyContent", "publish", "shown_names"]
 
+_REPORT = "report"
 _NAME_LENGTH = 128
 """The longest name of an artifact that W&B takes."""
 _TITLE_LENGTH = 64
 """The longest title of an alert."""
+_PATIENCE_S = 90
+"""How long a run waits for W&B's server, at its start and at its end."""
+_SLOWEST = 1e6
+"""Bytes of snapshots a second: a slower line is not waited for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,25 +85,37 @@ def publish(content: StudyContent, mode: WandbMode) -> str:
     """
     if mode == "disabled":
         return ""
-    import wandb  # heavy
-
-    ladder = json.loads(content.ladder)
     try:
-        of_baseline = {
-            run.manifest.seed: run.manifest.ranks
-            for run in content.ended
-            if run.manifest.arm == BASELINE
-        }
-        for run in content.ended:
-            manifest = run.manifest
-            ranks = of_baseline.get(manifest.seed, manifest.ranks)
-            summary = row_summary(ladder, manifest.arm, manifest.seed)
-            _publish_run(mode, run, summary, is_other_layout=manifest.ranks != ranks)
-        _publish_study(mode, content)
-    except (wandb.Error, OSError, ValueError) as error:
+        with told_in_a_line():
+            _publish_runs(mode, content)
+            _publish_study(mode, content)
+    except (OSError, ValueError) as error:
         said = " ".join(str(error).split())
         return f"W&B is not up to date: {said}; the records are whole, the same command tries again"
     return ""
+
+
+def shown_names(content: StudyContent) -> set[str]:
+    """Return the keys of the runs' summaries and the names of the study's tables and report."""
+    ladder = json.loads(content.ladder)
+    names = {_REPORT, *study_tables(ladder, content.evidence, content.deviations)}
+    for run in content.ended:
+        names |= run_summary(ladder, content.evidence, run.manifest.arm, run.manifest.seed).keys()
+    return names
+
+
+def _publish_runs(mode: WandbMode, content: StudyContent) -> None:
+    ladder = json.loads(content.ladder)
+    of_baseline = {
+        run.manifest.seed: run.manifest.ranks
+        for run in content.ended
+        if run.manifest.arm == BASELINE
+    }
+    for run in content.ended:
+        manifest = run.manifest
+        ranks = of_baseline.get(manifest.seed, manifest.ranks)
+        summary = run_summary(ladder, content.evidence, manifest.arm, manifest.seed)
+        _publish_run(mode, run, summary, is_other_layout=manifest.ranks != ranks)
 
 
 def _publish_run(
@@ -107,122 +123,127 @@ def _publish_run(
 ) -> None:
     """Send the history that W&B lacks, set the summary, and online send the snapshots."""
     paths, manifest = ended.paths, ended.manifest
-
-    def send() -> None:
-        shown = open_wandb_run(
-            mode,
-            study=manifest.study,
-            arm=manifest.arm,
-            seed=manifest.seed,
-            axis=manifest.axis,
-            changes=manifest.diff,
-            config=manifest.config,
-            paths=paths,
-            is_other_layout=is_other_layout,
-        )
-        if shown is None:
-            return
-        try:
-            shown.send_history(ended.drifts)
-            shown.complete_summary()
-            shown.run.summary.update(dict(summary))
-            if mode == "online":
-                _send_snapshots(shown.run, manifest.study, paths)
-        finally:
-            shown.close()
-
     stamped = {"summary": dict(summary), "files": manifest.files}
     if ended.drifts:
         stamped["drifts"] = {step: dict(values) for step, values in ended.drifts.items()}
-    _publish_once(mode, paths.wandb_dir, stamped, send)
+    stamp = _Stamp.of("published", mode, stamped)
+    if stamp.is_in(paths.wandb_dir):
+        return
+    steps = snapshot_steps(paths) if mode == "online" else ()
+    snapshots = {step: paths.held_snapshot(step) for step in steps}
+    shown = open_wandb_run(
+        mode,
+        study=manifest.study,
+        arm=manifest.arm,
+        seed=manifest.seed,
+        axis=manifest.axis,
+        changes=manifest.diff,
+        config=manifest.config,
+        paths=paths,
+        is_other_layout=is_other_layout,
+        patience_s=_PATIENCE_S + sum(map(_size_of, snapshots.values())) / _SLOWEST,
+    )
+    if shown is None:
+        return
+    try:
+        shown.send_history(ended.drifts)
+        shown.complete_summary()
+        shown.run.summary.update(dict(summary))
+        _send_snapshots(shown.run, manifest.study, paths, snapshots)
+    finally:
+        shown.close()
+    stamp.write(paths.wandb_dir)
 
 
 def _publish_study(mode: WandbMode, content: StudyContent) -> None:
     """Send the study's own run: tables, report and verdict, the verdict as an alert too."""
-
-    paths, name = content.paths, content.config["study"]
-
-    def send() -> None:
-        run, _ = start_run(
-            mode,
-            paths.wandb_dir,
-            name=name,
-            group=name,
-            job_type="study",
-            tags=["study"],
-            config=dict(content.config),
-        )
-        try:
-            _send_tables(run, content)
-            question = content.config["question"]
-            answer = {"verdict": content.verdict, "question": question}
-            run.summary.update(answer | outcome_summary(content.evidence))
-            if content.evidence:
-                _tell_once(mode, paths.wandb_dir, run, content)
-        finally:  # else the next study would be written into this run
-            run.finish()
-
-    stamped = {
-        "report": file_checksum(paths.report),
-        "ladder": content.ladder,
-        "verdict": content.verdict,
-        "evidence": list(content.evidence),
-    }
-    _publish_once(mode, paths.wandb_dir, stamped, send)
-
-
-def _tell_once(mode: WandbMode, directory: Path, run: "wandb.Run", content: StudyContent) -> None:
-    """Send the verdict as an alert, unless it was told before: a new report is no news."""
-    level, name = alert_level(content.evidence), content.config["study"]
-    outcome = {"INFO": "PASS", "WARN": "not decided", "ERROR": "FAIL"}[level]
-    text = f"{content.verdict}\n{content.config['question']}"
-
-    def tell() -> None:
-        run.alert(title=f"{name}: {outcome}"[-_TITLE_LENGTH:], text=text, level=level)
-
-    _publish_once(mode, directory, {"level": level, "text": text}, tell, stamp="told")
-
-
-def _publish_once(
-    mode: WandbMode,
-    directory: Path,
-    content: Mapping[str, Any],
-    send: Callable[[], None],
-    *,
-    stamp: str = "published",
-) -> None:
-    """Call `send`, unless it was called for the same content, mode and destination before.
-
-    `content` is JSON values; `directory` is W&B's own, and keeps the stamp.
-    """
-    path = directory / f"{stamp}-{mode}.sha256"
-    stamped = json.dumps([destination(), dict(content)], sort_keys=True)
-    digest = hashlib.sha256(stamped.encode()).hexdigest()
-    if path.exists() and read_plain(path) == f"{digest}\n".encode():
+    directory, name = content.paths.wandb_dir, content.config["study"]
+    question, evidence = content.config["question"], content.evidence
+    stamp = _Stamp.of(
+        "published",
+        mode,
+        {
+            "report": file_checksum(content.paths.report),
+            "ladder": content.ladder,
+            "verdict": content.verdict,
+            "evidence": list(evidence),
+        },
+    )
+    if stamp.is_in(directory):
         return
-    send()
-    write_text(path, digest + "\n")
+    run, _ = start_run(
+        mode,
+        directory,
+        name=name,
+        group=name,
+        job_type="study",
+        tags=["study"],
+        config=dict(content.config),
+        patience_s=_PATIENCE_S,
+    )
+    level, text = alert_level(evidence), f"{content.verdict}\n{question}"
+    told = _Stamp.of("told", mode, {"level": level, "text": text})
+    # Offline it lies beside the alert: a folder that was never uploaded is deleted with both.
+    is_offline = mode == "offline"
+    folder = Path(run.dir).parent if is_offline else directory
+    known = directory.glob("offline-run-*") if is_offline else [directory]
+    is_news = not any(told.is_in(each) for each in known)
+    try:
+        _send_tables(run, content)
+        answer = {"verdict": content.verdict, "question": question}
+        run.summary.update(answer | outcome_summary(evidence))
+        if evidence and is_news:
+            outcome = {"INFO": "PASS", "WARN": "not decided", "ERROR": "FAIL"}[level]
+            run.alert(title=f"{name}: {outcome}"[-_TITLE_LENGTH:], text=text, level=level)
+    finally:  # else the next study would be written into this run
+        run.finish()
+    if evidence and is_news:
+        told.write(folder)
+    stamp.write(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """A file that says what was sent, and where to: so it is not sent again."""
+
+    name: str
+    digest: str
+
+    @classmethod
+    def of(cls, what: str, mode: WandbMode, content: Mapping[str, Any]) -> Self:
+        """Return the stamp of `content`, which is JSON values."""
+        stamped = json.dumps([destination(), dict(content)], sort_keys=True)
+        return cls(f"{what}-{mode}.sha256", hashlib.sha256(stamped.encode()).hexdigest() + "\n")
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether what the stamp stands for was sent before."""
+        path = folder / self.name
+        return path.exists() and read_plain(path) == self.digest.encode()
+
+    def write(self, folder: Path) -> None:
+        """Say that it was sent."""
+        write_text(folder / self.name, self.digest)
 
 
 def _send_tables(run: "wandb.Run", content: StudyContent) -> None:
     import wandb  # heavy
 
-    columns, rows = ladder_rows(json.loads(content.ladder))
-    evidence_columns, evidence = evidence_rows(content.evidence)
-    layer_columns, layer_rows = deviation_rows(content.deviations)
-    run.log(
-        {
-            "evidence": wandb.Table(columns=evidence_columns, data=evidence),
-            "ladder": wandb.Table(columns=columns, data=rows, allow_mixed_types=True),
-            "deviations": wandb.Table(
-                columns=layer_columns, data=layer_rows, allow_mixed_types=True
-            ),
-            "report": wandb.Html(str(content.paths.report), inject=False),
-        }
-    )
+    tables = study_tables(json.loads(content.ladder), content.evidence, content.deviations)
+    shown: dict[str, Any] = {
+        name: wandb.Table(columns=columns, data=rows, dtype=column_types(columns, rows))
+        for name, (columns, rows) in tables.items()
+    }
+    run.log(shown | {_REPORT: wandb.Html(str(content.paths.report), inject=False)})
 
 
-def _send_snapshots(run: "wandb.Run", study: str, paths: RunPaths) -> None:
+def _size_of(snapshot: Path) -> int:
+    files = snapshot.rglob("*") if snapshot.is_dir() else [snapshot]
+    return sum(path.stat().st_size for path in files)
+
+
+def _send_snapshots(
+    run: "wandb.Run", study: str, paths: RunPaths, snapshots: Mapping[int, Path]
+) -> None:
     """Send every snapshot as a version of the artifact `<study>-<arm>-seed-<n>`, alias `step-<n>`.
 
     W&B stores equal files once, so to send them again costs a checksum.
@@ -232,10 +253,9 @@ def _send_snapshots(run: "wandb.Run", study: str, paths: RunPaths) -> None:
     # Names of studies and arms hold only characters that W&B allows, but two may be too long.
     suffix = f"-{paths.arm}-seed-{paths.seed}"
     name = study[: _NAME_LENGTH - len(suffix)] + suffix
-    for step in snapshot_steps(paths):
+    for step, path in snapshots.items():
         artifact = wandb.Artifact(name, type="model", metadata={"step": step})
         # The files themselves, without a copy in W&B's cache: a snapshot is never written again.
-        path = paths.held_snapshot(step)
         add = artifact.add_dir if path.is_dir() else artifact.add_file
         add(str(path), policy="immutable", skip_cache=True)
         run.log_artifact(artifact, aliases=[f"step-{step}"])

@@ -1,10 +1,12 @@
 """Builds the rows of W&B's summaries and tables from a study's verdict, ladder and deviations.
 
 The input is plain: `ladder` is the content of ladder.json, and the numbers here are its numbers,
-every digit. This file does not send anything (`publish`).
+every digit. A number that is none, NaN or infinite, is missing: W&B's tables are JSON, which has
+neither. This file does not send anything (`publish`).
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -16,12 +18,15 @@ __all__ = [
     "SHOWN_DEVIATIONS",
     "AlertLevel",
     "MetricValues",
+    "TableContent",
     "alert_level",
+    "column_types",
     "deviation_rows",
     "evidence_rows",
     "ladder_rows",
     "outcome_summary",
-    "row_summary",
+    "run_summary",
+    "study_tables",
 ]
 
 AlertLevel = Literal["INFO", "WARN", "ERROR"]
@@ -29,50 +34,86 @@ AlertLevel = Literal["INFO", "WARN", "ERROR"]
 MetricValues = tuple[str, str, Iterable[float]]
 """An arm, one of its metrics, and the values that one run logged."""
 
+TableContent = tuple[list[Any], list[Any]]
+"""Columns and rows; None in a cell is a value that is missing."""
+
+_TEXT = ("cell", "sentence", "decides")
+"""Columns of text that may be empty in every row."""
+_OF_ONE = re.compile(r"_(seed|step)_\d+$")
+"""How a figure of one seed or step ends; the table has those over all."""
+
 SHOWN_DEVIATIONS = (*LAYER_METRICS, "max_abs")
 """The deviation metrics that have a column in the table of layers, and panels."""
 
 
-def row_summary(ladder: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
-    """Return an arm's row of the ladder for the summary of one of its runs.
+def run_summary(
+    ladder: Mapping[str, Any], arms: Iterable[Mapping[str, Any]], arm: str, seed: int
+) -> dict[str, Any]:
+    """Return the summary of one run: its arm's row of the ladder, and the verdict on the arm.
 
     `ladder/rel_l2/early` is this seed's value, `ladder/rel_l2/early/mean` the mean over all seeds,
-    and so on for the smallest and the largest; what was not measured is left out.
+    and so on for the smallest and the largest. Where the arm was judged, `verdict` is the answer,
+    `evidence/training/state` a level's state and `evidence/training/excess` a figure behind it,
+    over all seeds; `arms` as in `evidence_rows`. What was not measured is left out.
     """
-    row = next(row for row in ladder["rows"] if row["arm"] == arm)
-    summary: dict[str, Any] = {
-        "ladder/early_step": ladder["early_step"],
-        "ladder/last_step": ladder["last_step"],
+    return _row_summary(ladder, arm, seed) | _evidence_summary(arms, arm)
+
+
+def study_tables(
+    ladder: Mapping[str, Any],
+    arms: Iterable[Mapping[str, Any]],
+    logged: Iterable[MetricValues],
+) -> dict[str, TableContent]:
+    """Return the tables of a study by name, those without rows left out."""
+    tables = {
+        "evidence": evidence_rows(arms),
+        "ladder": ladder_rows(ladder),
+        "deviations": deviation_rows(logged),
     }
-    for name, value in _flattened(row).items():
-        *path, last = name.split("/")
-        if path[-1:] == ["per_seed"]:
-            if last == str(seed):
-                summary["/".join(["ladder", *path[:-1]])] = value
-        elif value is not None and last != "arm":
-            summary[f"ladder/{name}"] = value
-    return summary
+    return {name: table for name, table in tables.items() if table[1]}
 
 
-def ladder_rows(ladder: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def ladder_rows(ladder: Mapping[str, Any]) -> TableContent:
     """Return the columns and rows of the ladder, the parts of a nested name joined by "/"."""
-    rows = [_flattened(row) for row in ladder["rows"]]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return columns, [[row.get(name) for name in columns] for row in rows]
+    return _table([_flattened(row) for row in ladder["rows"]])
 
 
-def evidence_rows(arms: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[Any]]:
+def evidence_rows(arms: Iterable[Mapping[str, Any]]) -> TableContent:
     """Return columns, and a row for each judged arm and level of evidence.
 
-    `arms` are verdicts on arms as JSON values (`analysis.verdict.ArmVerdict.to_dict`).
+    `arms` are verdicts on arms as JSON values (`analysis.verdict.ArmVerdict.to_dict`). Every figure
+    behind a level's sentence has a column, and is missing in the rows of other levels.
     """
-    said = ("state", "cell", "sentence", "decides")
-    rows: list[Any] = [
-        [arm["arm"], arm["answer"], level, *(found[name] for name in said)]
-        for arm in arms
-        for level, found in arm["levels"].items()
+    levels = [(arm, level, found) for arm in arms for level, found in arm["levels"].items()]
+    figures = dict.fromkeys(name for *_, found in levels for name in _figures(found))
+    return _table(
+        [
+            {
+                "arm": arm["arm"],
+                "role": arm["role"],
+                "verdict": arm["answer"],
+                "level": level,
+                "state": found["state"],
+                "cell": found["cell"] or None,
+                **figures,
+                **_figures(found),
+                "p_harmed": _number(found["p_harmed"]),
+                "p_holds": _number(found["p_holds"]),
+                "sentence": found["sentence"],
+                "decides": found["decides"] or None,
+            }
+            for arm, level, found in levels
+        ]
+    )
+
+
+def column_types(columns: Iterable[Any], rows: Iterable[list[Any]]) -> list[type]:
+    """Return `str` or `float` for each column; W&B sorts and draws those of numbers alone."""
+    by_column = list(zip(*rows, strict=True))
+    return [
+        str if name in _TEXT or any(isinstance(cell, str) for cell in cells) else float
+        for name, cells in zip(columns, by_column, strict=True)
     ]
-    return ["arm", "verdict", "level", *said], rows
 
 
 def outcome_summary(arms: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -101,7 +142,7 @@ def alert_level(arms: Iterable[Mapping[str, Any]]) -> AlertLevel:
     return "INFO" if is_clear and outcomes else "WARN"
 
 
-def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]]:
+def deviation_rows(logged: Iterable[MetricValues]) -> TableContent:
     """Return columns, and a row for each arm, layer, shadow and result, over all seeds and steps.
 
     Each number is the finite value that is farthest from 0, or None if there is none.
@@ -115,11 +156,62 @@ def deviation_rows(logged: Iterable[MetricValues]) -> tuple[list[Any], list[Any]
         for value in values:
             if math.isfinite(value) and abs(value) >= abs(row.get(parts.metric, 0.0)):
                 row[parts.metric] = value
-    columns: list[Any] = ["arm", "layer", "shadow", "what", *SHOWN_DEVIATIONS]
-    rows: list[Any] = [
-        [*key, *(row.get(metric) for metric in SHOWN_DEVIATIONS)] for key, row in worst.items()
-    ]
-    return columns, rows
+    named = ("arm", "layer", "shadow", "what")
+    empty = dict.fromkeys(SHOWN_DEVIATIONS)
+    return _table([dict(zip(named, key, strict=True)) | empty | row for key, row in worst.items()])
+
+
+def _row_summary(ladder: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
+    row = next(row for row in ladder["rows"] if row["arm"] == arm)
+    summary: dict[str, Any] = {
+        "ladder/early_step": ladder["early_step"],
+        "ladder/last_step": ladder["last_step"],
+    }
+    for name, value in _flattened(row).items():
+        *path, last = name.split("/")
+        if path[-1:] == ["per_seed"]:
+            if last == str(seed):
+                summary["/".join(["ladder", *path[:-1]])] = value
+        elif value is not None and last != "arm":
+            summary[f"ladder/{name}"] = value
+    return summary
+
+
+def _evidence_summary(arms: Iterable[Mapping[str, Any]], arm: str) -> dict[str, Any]:
+    summary: dict[str, Any] = {}
+    for judged in arms:
+        if judged["arm"] == arm:
+            summary["verdict"] = judged["answer"]
+            for level, found in judged["levels"].items():
+                summary[f"evidence/{level}/state"] = found["state"]
+                for name, value in _figures(found).items():
+                    if value is not None:
+                        summary[f"evidence/{level}/{name}"] = value
+    return summary
+
+
+def _figures(evidence: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the figures of a level over all seeds and steps; None for one that is no number."""
+    return {
+        name: _number(value)
+        for name, value in evidence["figures"].items()
+        if not _OF_ONE.search(name)
+    }
+
+
+def _number(value: float | str) -> float | None:
+    """Return a number as it stands in JSON values, where NaN and infinity are text."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _table(rows: list[dict[str, Any]]) -> TableContent:
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[_cell(row.get(name)) for name in columns] for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,21 +24,31 @@ from stability.tracking.environment import WandbMode, added_tags, project
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["start_run"]
+__all__ = ["TRAINING_PATIENCE_S", "start_run", "told_in_a_line"]
+
+TRAINING_PATIENCE_S = 30
+"""How long a training waits for W&B's server, when it starts and when it ends; what W&B lacks is
+sent once the study has ended. W&B itself waits 90 s, and at the end for as long as it takes."""
 
 _ID_FILE = "id.txt"
 
 
 def start_run(
-    mode: WandbMode, directory: Path, *, tags: list[str], **described: Any
+    mode: WandbMode,
+    directory: Path,
+    *,
+    tags: list[str],
+    patience_s: float = TRAINING_PATIENCE_S,
+    **described: Any,
 ) -> tuple["wandb.Run", int]:
     """Start the W&B run that belongs to `directory`, or go on with it.
 
     `described` are further arguments of `wandb.init`: name, group, job_type, config. Returns the
     run and the number of rows that W&B has of it, or will have from folders that stay. W&B can't
     append to an offline folder: one that was never uploaded is deleted, and the new run replaces
-    it. Raises ValueError unless `directory` is called wandb, which W&B itself insists on, and
-    ConnectionError where another process has the run open.
+    it. Online both the start and `finish` wait `patience_s` seconds for the server; `finish` then
+    raises TimeoutError. Raises ValueError unless `directory` is called wandb, which W&B itself
+    insists on, and ConnectionError where another process has the run open, or W&B refuses.
     """
     import wandb  # heavy
 
@@ -47,7 +57,13 @@ def start_run(
     make_folders(directory)
     run_id = _run_id(directory)
     uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
-    with _told_in_a_line():
+    wandb.setup(settings=wandb.Settings(silent=True))  # else `init` tells of the account it uses
+    online: dict[str, Any] = {
+        "init_timeout": patience_s,
+        "finish_timeout": patience_s,
+        "finish_timeout_raises": True,
+    }
+    with told_in_a_line():
         run = wandb.init(
             project=project(),
             dir=directory.parent.absolute(),  # its service stays in the directory it began in
@@ -68,6 +84,7 @@ def start_run(
                 # of this process, which is not the one that trained, and with its whole command,
                 # passwords too
                 x_disable_meta=True,
+                **(online if mode == "online" else {}),
             ),
             **described,
         )
@@ -75,19 +92,26 @@ def start_run(
 
 
 @contextmanager
-def _told_in_a_line() -> Iterator[None]:
-    """Raise ConnectionError where W&B's own service process refuses a run.
+def told_in_a_line() -> Iterator[None]:
+    """Raise ConnectionError where W&B, or the service process that it runs, refuses or has ended.
 
-    It refuses an id that another process has open with the same service, as it is where that
-    process has started it and told its children.
+    The service refuses an id that another process has open with it, as it is where that process has
+    started it and told its children.
     """
+    import wandb  # heavy
+
     try:
         yield
     except Exception as error:
-        # by its name: W&B 0.31 has it in a private module, and below no error of its own
-        if type(error).__name__ != "ServerResponseError":
+        # by their names: W&B 0.31 has them in private modules, and below no error of its own
+        name, said = type(error).__name__, " ".join(str(error).split())
+        if name == "ServerResponseError":
+            said = f"its service refuses: {said}"
+        elif name == "MailboxClosedError" or isinstance(error, ConnectionResetError):
+            said = "its service has ended"
+        elif not isinstance(error, wandb.Error):
             raise
-        raise ConnectionError(f"its service refuses: {' '.join(str(error).split())}") from error
+        raise ConnectionError(said) from error
 
 
 def _run_id(directory: Path) -> str:

@@ -4,6 +4,7 @@ A run of W&B costs seconds, and a trial has a tenth of one. What is sent is prin
 is held against what is on record, as all that a verb prints.
 """
 
+from pathlib import Path
 from typing import Any
 
 from stability.cli.output import print_json
@@ -16,8 +17,12 @@ class OfflineRun:
 
     starting_step = 0
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **given: Any) -> None:
         self.summary: dict[str, Any] = {}
+        if given:
+            folder = Path(given["dir"]) / "wandb" / f"offline-run-0-{given['id']}" / "files"
+            folder.mkdir(parents=True, exist_ok=True)
+            self.dir = str(folder)
 
     def define_metric(self, *_: Any, **__: Any) -> None:
         """Do nothing."""

@@ -83,11 +83,11 @@ def synthetic() -> ModuleType:
 
 
 @pytest.fixture
-def server(tmp_path, monkeypatch) -> Iterator[ModuleType]:
+def server(tmp_path, monkeypatch) -> Iterator[dict]:
     """A W&B server on this machine, and an environment in which W&B knows no other."""
     served = _load(HERE / "wandb_server.py")
-    with served.running() as (url, runs):
-        monkeypatch.setenv("WANDB_BASE_URL", url)
+    with served.running() as runs:
+        monkeypatch.setenv("WANDB_BASE_URL", runs.address)
         monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
         monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
         monkeypatch.setenv("HOME", str(tmp_path))

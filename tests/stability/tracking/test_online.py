@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from stability.analysis.study_records import read_study
+from stability.analysis.verdict import judge_arms
+from stability.cli.workspace import workspace_names
+from stability.report.view.evidence import headline
+from stability.tracking.panels import plan_panels
+
 ROOT = Path(__file__).parents[3]
 LOSSES = [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0]
 TRAIN = """
@@ -17,14 +23,14 @@ from stability.tracking.environment import check_wandb
 from stability.tracking.history import MirroredLog, open_wandb_run
 check_wandb("online")
 folder, start, until = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-shown = open_wandb_run("online", study="s", arm="fp32", seed=1, axis="precision",
+shown = open_wandb_run("online", study="s", arm="fp32", seed=1, axis="precision", patience_s=15,
                        changes=["precision"], config={"depth": 2}, paths=RunPaths(folder))
 log = MirroredLog(folder / "metrics.jsonl", shown)
 lines = (folder / "metrics.jsonl").read_bytes().split(b"\\n") if start else []
 log.truncate_to(sum(len(line) + 1 for line in lines[:start]))
 for step in range(start, until):
     log.append(step, {"train/loss": [5.0, 4.0, 4.5, 3.0, 2.0, 2.5, 7.0][step]})
-shown.close()
+print(log.end_mirror(failed=False))
 """
 
 
@@ -58,14 +64,36 @@ def test_a_run_killed_after_its_checkpoint_has_each_row_once(server, train):
 
 
 @pytest.mark.slow
-def test_a_study_online_has_its_runs_snapshots_and_tables_and_is_sent_once(
-    server, write_study, tmp_path
+@pytest.mark.parametrize("status", [500, 0], ids=["500", "silent"])
+def test_a_server_that_goes_away_is_waited_for_a_while_and_gets_all_rows_later(
+    server, train, status
 ):
-    def one_pair(content: dict) -> None:
-        content.update(arms={"baseline": {}, "fp32": {"precision": "32-true"}}, seeds=[0])
+    server.status, server.fails_after = status, "UpsertBucket"
+    done = train(0, 5)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "Timed out finishing run.\n"
+    server.status = None
+    assert train(5, 7).stdout == "\n", "nothing went wrong"
+    (run,) = server.values()
+    assert [row["train/loss"] for row in run.rows] == LOSSES
 
-    path = write_study(one_pair)
-    words = ["run", str(path), "--out", str(tmp_path / "runs"), "--wandb", "online"]
+
+def _one_candidate(content: dict) -> None:
+    content["base"] |= {"watch": {"every": 2}, "held_out": {"batches": 1}}
+    content["base"]["probe"]["golden"] = True
+    content["arms"] = {
+        "baseline": {},
+        "flash": {"attention": {"implementation": "flash", "profile": "fa2"}},
+        "reference": {"role": "reference"},
+        "nudge": {"nudge": {"ulps": 1}},
+    }
+    content |= {"seeds": [0], "yardstick": "reference"}
+
+
+@pytest.mark.slow
+def test_a_study_online_has_all_that_a_view_shows_and_is_sent_once(server, write_study, tmp_path):
+    path = write_study(_one_candidate)
+    words = ["run", str(path), "--out", str(tmp_path / "runs"), "--wandb", "online", "--jobs", "2"]
 
     def run() -> None:
         done = subprocess.run(
@@ -76,23 +104,54 @@ def test_a_study_online_has_its_runs_snapshots_and_tables_and_is_sent_once(
             text=True,
             timeout=300,
         )
-        assert done.returncode == 0, done.stderr
-        assert "W&B is not" not in done.stdout
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "W&B" not in done.stdout
 
     run()
     by_arm = {run.about["jobType"]: run for run in server.values()}
-    assert sorted(by_arm) == ["baseline", "fp32", "study"]
-    steps = [row["trainer/global_step"] for row in by_arm["fp32"].rows if "train/loss" in row]
+    assert sorted(by_arm) == ["baseline", "flash", "nudge", "reference", "study"]
+    flash, own = by_arm["flash"], by_arm["study"]
+    steps = [row["trainer/global_step"] for row in flash.rows if "train/loss" in row]
     assert steps == [0, 1, 2, 3, 4, 5]
-    assert [row["_step"] for row in by_arm["fp32"].rows] == list(range(len(by_arm["fp32"].rows)))
-    assert [sent for sent in by_arm["fp32"].artifacts if sent[0] == "tiny-fp32-seed-0"] == [
-        ("tiny-fp32-seed-0", "latest", f"step-{step}") for step in (0, 1, 2, 4, 6)
+    assert [row["_step"] for row in flash.rows] == list(range(len(flash.rows)))
+    assert [sent for sent in flash.artifacts if sent[0] == "tiny-flash-seed-0"] == [
+        ("tiny-flash-seed-0", "latest", f"step-{step}") for step in (0, 1, 2, 4, 6)
     ]
-    ladder = json.loads((tmp_path / "runs" / "tiny" / "ladder.json").read_text())
-    (row,) = [row for row in ladder["rows"] if row["arm"] == "fp32"]
-    summary = json.loads(by_arm["fp32"].summary)
+    folder = tmp_path / "runs" / "tiny"
+    ladder = json.loads((folder / "ladder.json").read_text())
+    (row,) = [row for row in ladder["rows"] if row["arm"] == "flash"]
+    summary = json.loads(flash.summary)
     assert summary["ladder/rel_l2/last"] == row["rel_l2"]["last"]["per_seed"]["0"]
-    assert {"ladder", "deviations", "report"} <= by_arm["study"].rows[0].keys()
-    sent = {arm: (list(run.lines), len(run.artifacts)) for arm, run in by_arm.items()}
+
+    study = read_study(folder)
+    names = workspace_names(study)
+    shown = {name for part in plan_panels(names) for panel in part.panels for name in panel.metrics}
+    wanted = {"train/loss", "eval/loss", "drift/all/rel_l2", "deviation/layer_0/out/gain"}
+    assert wanted | {"evidence/training/excess", "evidence", "weights/all/histogram"} <= shown
+    arrived = {name for run in server.values() for row in run.rows for name in row}
+    assert shown <= arrived | summary.keys()
+
+    verdict = judge_arms(study, study.policy)
+    assert summary["verdict"] == json.loads(own.summary)["verdict/flash"] == "INCONCLUSIVE"
+    evidence = verdict.arm("flash").levels["training"]
+    assert summary["evidence/training/excess"] == evidence.figures["excess"]
+    (table,) = [x for name, x in own.files.items() if name.startswith("media/table/evidence_")]
+    columns, cells = (json.loads(table)[part] for part in ("columns", "data"))
+    found = [dict(zip(columns, row, strict=True)) for row in cells]
+    assert [row["excess"] for row in found if row["level"] == "training"] == [
+        evidence.figures["excess"]
+    ]
+    assert own.alerts == [("WARN", "tiny: not decided", f"{headline(verdict)}\nDoes it matter?")]
+
+    sent = _sent(by_arm)
     run()
-    assert {arm: (list(run.lines), len(run.artifacts)) for arm, run in by_arm.items()} == sent
+    assert _sent(by_arm) == sent
+    for stamp in folder.glob("wandb/published-*"):  # as after a change of the report alone
+        stamp.unlink()
+    run()
+    assert len(own.rows) == 2
+    assert len(own.alerts) == 1, "what was told is no news"
+
+
+def _sent(by_arm: dict) -> dict:
+    return {arm: (list(x.lines), len(x.artifacts), len(x.alerts)) for arm, x in by_arm.items()}

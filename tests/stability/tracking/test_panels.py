@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
-from stability.cli.workspace import metric_names
+from stability.cli.workspace import workspace_names
 from stability.records.metric_names import STEP_AXIS
 from stability.tracking.panels import build_workspace, plan_panels
-from stability.tracking.tables import row_summary
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +23,36 @@ def study(folder):
     return read_study(folder)
 
 
-def test_every_line_is_a_metric_of_the_study_and_every_bar_is_in_its_summary(study):
-    sections = {section.name: section.panels for section in plan_panels(metric_names(study))}
+def _kinds(names: list[str], kind: str) -> set[str]:
+    panels = [panel for section in plan_panels(names) for panel in section.panels]
+    return {name for panel in panels if panel.kind == kind for name in panel.metrics}
+
+
+def test_a_panel_is_there_if_and_only_if_what_it_shows_is(study):
+    names = workspace_names(study)
     logged = {name for arm in study.arms for run in arm.runs.values() for name in run.metrics}
-    lines = [panel for panels in sections.values() for panel in panels if panel.kind == "line"]
-    assert {name for panel in lines for name in panel.metrics} <= logged
-    summary = row_summary(json.loads(ladder_of(study).to_json()), "flash_fa2", 1)
-    bars = [panel for panel in sections["Ladder"] if panel.kind == "bar"]
-    assert len(bars) == 4
-    assert all(panel.metrics[0] in summary for panel in bars)
-    assert "Watch" not in sections, "this study has watched nothing"
+    assert {"train/loss", "drift/all/rel_l2", "deviation/layer_0/out/gain"} & logged <= _kinds(
+        names, "line"
+    )
+    assert _kinds(names, "line") <= logged
+    assert _kinds(names, "bar") == {
+        "ladder/rel_l2/early",
+        "ladder/rel_l2/last",
+        "ladder/ratio/early",
+        "ladder/final_loss",
+    }
+    assert _kinds(names, "table") == {"evidence", "ladder", "deviations"}
+    assert _kinds(names, "media") == {"report"}, "this study has counted no weights"
+    assert "Watch" not in {section.name for section in plan_panels(names)}, "nor watched anything"
+    more = ["eval/loss", "evidence/training/excess", "watch/grad_norm", "weights/all/histogram"]
+    assert _kinds(more, "line") == {"eval/loss", "watch/grad_norm"}
+    assert _kinds(more, "bar") == {"evidence/training/excess"}
+    assert _kinds(more, "media") == {"weights/all/histogram"}
+    assert plan_panels([]) == []
 
 
 def test_drift_is_drawn_on_a_log_axis_and_a_deviation_with_a_line_for_each_layer(study):
-    sections = {section.name: section.panels for section in plan_panels(metric_names(study))}
+    sections = {section.name: section.panels for section in plan_panels(workspace_names(study))}
     drift = {panel.metrics[0]: panel.log for panel in sections["Drift from the baseline"]}
     assert drift["drift/all/rel_l2"]
     assert not drift["drift/all/cosine"]
@@ -53,13 +67,13 @@ def test_drift_is_drawn_on_a_log_axis_and_a_deviation_with_a_line_for_each_layer
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
 def test_the_workspace_shows_the_runs_of_the_study_by_arm_over_the_step(study):
     workspace = build_workspace(
-        study.name, metric_names(study), runs=9, entity="me", project="mine"
+        study.name, workspace_names(study), runs=9, entity="me", project="mine"
     )
     assert (workspace.entity, workspace.project, workspace.name) == ("me", "mine", "quickstart")
     assert [section.name for section in workspace.sections] == [
-        section.name for section in plan_panels(metric_names(study))
+        section.name for section in plan_panels(workspace_names(study))
     ]
-    planned = [panel for section in plan_panels(metric_names(study)) for panel in section.panels]
+    planned = [panel for section in plan_panels(workspace_names(study)) for panel in section.panels]
     drawn = [panel for section in workspace.sections for panel in section.panels]
     for plan, panel in zip(planned, drawn, strict=True):
         if plan.kind == "line":
@@ -77,7 +91,7 @@ def test_the_panels_can_be_printed_without_a_network(folder, capsys):
         "job_type",
         STEP_AXIS,
     )
-    assert printed["sections"][0]["name"] == "Ladder"
+    assert [section["name"] for section in printed["sections"][:2]] == ["Evidence", "Ladder"]
 
 
 def test_without_the_package_it_is_named(study, monkeypatch):

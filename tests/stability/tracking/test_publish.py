@@ -14,7 +14,7 @@ import wandb
 
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
-from stability.cli.workspace import publish_study
+from stability.cli.workspace import publish_study, workspace_names
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import read_lines
 from stability.records.paths import RunPaths, StudyPaths
@@ -22,6 +22,7 @@ from stability.report.page.html import write_page
 from stability.report.view.evidence import headline
 from stability.tracking import publish
 from stability.tracking.history import numbers_of, open_wandb_run
+from stability.tracking.panels import plan_panels
 from stability.tracking.tables import alert_level, deviation_rows
 from tests.stability.sealing import seal
 
@@ -142,6 +143,84 @@ def test_the_table_of_layers_has_the_worst_of_each_layer(published, offline_log,
     assert found["flash_fa2", "layer_0", "", "out"]["bias_ulp"] == min(bias) < 0
 
 
+def test_the_table_of_evidence_has_a_row_for_each_arm_and_level_and_numbers_as_numbers(
+    published, offline_log, read_rows, read_records
+):
+    columns, data = _cells(*_study_row(published, offline_log, read_rows), "evidence")
+    study = read_study(published)
+    verdict = judge_arms(study, study.policy)
+    found = [dict(zip(columns, cells, strict=True)) for cells in data]
+    assert [(row["arm"], row["level"], row["state"]) for row in found] == [
+        (arm.arm, level, evidence.state)
+        for arm in verdict.arms
+        for level, evidence in arm.levels.items()
+    ]
+    by_place = {(row["arm"], row["level"]): row for row in found}
+    operator = verdict.arm("flash_fa2").levels["operator"]
+    row = by_place["flash_fa2", "operator"]
+    assert row["error_ratio"] == operator.figures["error_ratio"] > 0.5
+    assert (row["verdict"], row["p_holds"]) == ("INCONCLUSIVE", operator.p_holds)
+    silent = by_place["flash_fa2", "gradient"]
+    assert silent["state"] == "not measured"
+    assert [silent[name] for name in ("cell", "error_ratio", "p_harmed", "p_holds")] == [None] * 4
+    types = _column_types(read_records(offline_log(StudyPaths(published).wandb_dir)), "evidence")
+    assert {types[name] for name in ("arm", "verdict", "state", "decides")} == {"string"}
+    assert {types[name] for name in ("error_ratio", "looks", "p_harmed", "p_holds")} == {"number"}
+
+
+def _column_types(records: list[dict], table: str) -> dict[str, str]:
+    """What the artifact of a table says of each column, besides that a cell may be missing."""
+    (artifact,) = [
+        record["artifact"]
+        for record in records
+        if record["type"] == "artifact" and record["artifact"]["name"].endswith(f"-{table}")
+    ]
+    (file,) = artifact["manifest"]["contents"]
+    said = json.loads(Path(file["local_path"]).read_text())["column_types"]["params"]["type_map"]
+    kinds = {
+        name: {each["wb_type"] for each in x["params"]["allowed_types"]} for name, x in said.items()
+    }
+    assert all("none" in each for each in kinds.values())
+    return {name: (each - {"none"}).pop() for name, each in kinds.items()}
+
+
+@pytest.mark.parametrize(("table", "text"), [("ladder", 6), ("deviations", 4)])
+def test_every_other_column_of_a_table_holds_numbers(
+    published, offline_log, read_records, table, text
+):
+    types = _column_types(read_records(offline_log(StudyPaths(published).wandb_dir)), table)
+    assert set(types.values()) == {"string", "number"}
+    assert list(types.values()).count("string") == text
+
+
+@pytest.mark.slow
+def test_the_verdict_can_be_sorted_by_in_the_table_of_runs(published, offline_log, read_summary):
+    summary = read_summary(offline_log(StudyPaths(published).wandb_dir))
+    assert summary["verdict/flash_fa2"] == summary["verdict/flash_all_bf16"] == "INCONCLUSIVE"
+    own = read_summary(offline_log(RunPaths.for_run(published, "flash_fa2", 1).wandb_dir))
+    study = read_study(published)
+    levels = judge_arms(study, study.policy).arm("flash_fa2").levels
+    assert own["verdict"] == "INCONCLUSIVE"
+    assert own["evidence/operator/error_ratio"] == levels["operator"].figures["error_ratio"]
+    assert own["evidence/training/state"] == "not measured"
+    baseline = read_summary(offline_log(RunPaths.for_run(published, "baseline", 1).wandb_dir))
+    assert not [name for name in baseline if name.startswith(("verdict", "evidence"))]
+
+
+@pytest.mark.slow
+def test_every_panel_shows_what_is_in_the_offline_files(
+    published, offline_log, read_rows, read_summary
+):
+    logs = [offline_log(StudyPaths(published).wandb_dir)]
+    study = read_study(published)
+    logs += [offline_log(r.paths.wandb_dir) for r in study.arm("flash_fa2").runs.values()]
+    there = {name for log in logs for row in read_rows(log) for name in row}
+    there |= {name for log in logs for name in read_summary(log)}
+    panels = [x for part in plan_panels(workspace_names(study)) for x in part.panels]
+    assert {name for panel in panels for name in panel.metrics} <= there
+    assert len(panels) > 15
+
+
 def test_the_report_is_there_byte_for_byte(published, offline_log, read_rows):
     row, files = _study_row(published, offline_log, read_rows)
     assert (files / row["report.path"]).read_bytes() == StudyPaths(published).report.read_bytes()
@@ -215,7 +294,7 @@ def test_a_failure_half_way_leaves_no_run_open_for_the_next_study(copied, monkey
 
     start_run = publish.start_run
     monkeypatch.setattr(publish, "start_run", watched)
-    monkeypatch.setattr(publish, "deviation_rows", lambda _: [][0])
+    monkeypatch.setattr(publish, "study_tables", lambda *_: [][0])
     StudyPaths(copied).report.write_text("another page, so that it is published anew")
     with pytest.raises(IndexError):
         publish_study(read_study(copied), copied, "offline")
@@ -236,7 +315,7 @@ import os, signal, sys
 from pathlib import Path
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
-from stability.cli.workspace import publish_study
+from stability.cli.workspace import publish_study, workspace_names
 from stability.tracking import history, publish
 
 left, send, tables = [int(sys.argv[2])], history.WandbRun.send, publish._send_tables
@@ -327,6 +406,3 @@ def test_the_verdict_is_an_alert_of_the_studys_run(published, offline_log, read_
     assert alert["level"] == level
     assert alert["title"].startswith("quickstart: ")
     assert alert["text"] == f"{headline(verdict)}\n{study.question}"
-    # what was told is not told again for a page that was written anew
-    told = StudyPaths(published).wandb_dir / "told-offline.sha256"
-    assert len(told.read_text().strip()) == 64

@@ -6,7 +6,7 @@ import pytest
 
 from stability.analysis.study_records import read_study
 from stability.cli.main import main
-from stability.cli.workspace import metric_names
+from stability.cli.workspace import workspace_names
 from stability.records.metric_log import read_lines
 from stability.records.metric_names import BATCH_HASH, STEP_AXIS, WEIGHT_HISTOGRAM
 from stability.records.paths import StudyPaths
@@ -88,7 +88,7 @@ def test_every_panel_shows_what_the_commands_have_logged(
 ) -> None:
     recorded = read_study(study.folder)
     logged = {name for arm in recorded.arms for run in arm.runs.values() for name in run.metrics}
-    sections = {each.name: each.panels for each in plan_panels(metric_names(recorded))}
+    sections = {each.name: each.panels for each in plan_panels(workspace_names(recorded))}
     assert {"Ladder", "Loss", "Drift from the baseline"} <= sections.keys()
     lines = [x for panels in sections.values() for x in panels if x.kind == "line"]
     assert {name for panel in lines for name in panel.metrics} <= logged

@@ -1,4 +1,4 @@
-"""Offline folders arrive on a W&B server as one run: whole, in order, once."""
+"""Offline folders arrive on a W&B server as one run: whole, in order, once, and so does news."""
 
 import json
 import subprocess
@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
-from stability.records.paths import RunPaths
+from stability.analysis.study_records import read_study
+from stability.cli.workspace import publish_study
+from stability.records.paths import RunPaths, StudyPaths
+from stability.report.page.html import write_page
 from stability.tracking.history import MirroredLog, open_wandb_run
 
 RUN = {
@@ -78,3 +81,29 @@ def test_a_run_uploaded_half_way_gets_the_rest_and_the_summary_of_all(train, ser
     assert _arrived(server) == EXPECTED
     (run,) = server.values()
     assert json.loads(run.summary)["train/loss"] == {"last": 7, "min": 2}
+
+
+@pytest.mark.slow
+def test_the_verdict_is_told_once_whenever_its_folders_are_uploaded(synthetic, server, tmp_path):
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0])
+    paths = StudyPaths(folder)
+
+    def publish(comment: str) -> None:
+        """Publish the study with another report and the same verdict."""
+        write_page(read_study(folder), folder)
+        paths.report.write_text(paths.report.read_text() + f"<!-- {comment} -->")
+        assert publish_study(read_study(folder), folder, "offline") == ""
+
+    publish("first")
+    publish("the first was never uploaded, so its folder and the alert in it are gone")
+    assert not server
+    _sync(paths.wandb_dir)
+    (run,) = server.values()
+    ((level, title, text),) = run.alerts
+    assert (level, title) == ("WARN", "quickstart: not decided")
+    assert text.endswith(read_study(folder).question)
+    publish("another page is no news")
+    _sync(paths.wandb_dir)
+    assert (len(run.alerts), len(run.rows)) == (1, 2)
+    table = next(name for name in run.files if name.startswith("media/table/evidence_"))
+    assert json.loads(run.files[table])["columns"][:4] == ["arm", "role", "verdict", "level"]

@@ -1,6 +1,9 @@
 """Runs as `stability run` trains them: W&B has the lines of the records, interrupted or not."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,11 +11,12 @@ from stability.config.load import load_study
 from stability.metrics.weight_counts import WEIGHT_EDGES
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_lines
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, StudyPaths
 from stability.study.run_study import run_study
 from stability.study.train_run import TrainOptions
-from stability.tracking.history import numbers_of
+from stability.tracking.history import WandbRun, numbers_of
 
+ROOT = Path(__file__).parents[3]
 OFFLINE = TrainOptions(wandb_mode="offline")
 
 
@@ -97,6 +101,35 @@ def test_neither_w_and_b_nor_its_variables_change_a_bit(gone_on, study, tmp_path
     assert gone_on.metrics.read_bytes() == plain.metrics.read_bytes()
 
 
+@pytest.mark.slow
+def test_runs_that_are_jobs_of_their_own_are_on_w_and_b_as_in_the_records(
+    write_study, tmp_path, offline_log, read_rows, read_summary
+):
+    def one_candidate(content: dict) -> None:
+        flash, fp32 = {"attention": {"implementation": "flash"}}, {"precision": "32-true"}
+        content |= {"seeds": [0], "arms": {"baseline": {}, "flash": flash, "fp32": fp32}}
+
+    path, out = str(write_study(one_candidate)), tmp_path / "runs"
+    jobs = [["--only", arm, "--seed", "0"] for arm in ("baseline", "flash", "fp32")]
+    for words in (*jobs, ["--finish"]):  # as an executor starts them
+        done = subprocess.run(
+            [sys.executable, "-m", "stability.cli.main", "run", path, "--out", out, *words],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "W&B" not in done.stdout
+    paths = RunPaths.for_run(out / "tiny", "flash", 0)
+    rows = read_rows(offline_log(paths.wandb_dir))
+    assert [_without_bins(row) for row in rows] == _expected(paths)
+    assert read_summary(offline_log(paths.wandb_dir))["verdict"] == "INCONCLUSIVE"
+    study = read_summary(offline_log(StudyPaths(out / "tiny").wandb_dir))
+    assert study["verdict/flash"] == "INCONCLUSIVE"
+
+
 def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeypatch):
     def unreachable(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
@@ -110,3 +143,51 @@ def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeyp
     assert all("W&B can't be reached" in text and "no route" in text for _, text in noted)
     paths = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
     assert read_manifest(paths.manifest).state == "finished"
+
+
+def _end_service(monkeypatch, lost: list[WandbRun]) -> None:
+    """Let W&B's service end while the run of `fp32` trains, as where the system kills it."""
+    send = WandbRun._send
+
+    def failing(run: WandbRun, line: dict) -> None:
+        if run.run.job_type == "fp32" and line["step"] == 3:
+            lost.append(run)
+            raise ConnectionResetError("Connection lost")
+        send(run, line)
+
+    monkeypatch.setattr(WandbRun, "_send", failing)
+
+
+def _end_server(monkeypatch, lost: list[WandbRun]) -> None:
+    """Let W&B's server take too long at the end of the run of `fp32`."""
+    close = WandbRun.close
+
+    def failing(run: WandbRun, *, failed: bool) -> None:
+        if run.run.job_type == "fp32":
+            lost.append(run)
+            raise TimeoutError("Timed out finishing run.")
+        close(run, failed=failed)
+
+    monkeypatch.setattr(WandbRun, "close", failing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(_end_service, "its service has ended"), (_end_server, "Timed out finishing run.")],
+)
+def test_w_and_b_lost_while_a_run_trains_is_a_note_and_no_failure(
+    study, tmp_path, monkeypatch, end, said
+):
+    lost, noted = [], []
+    end(monkeypatch, lost)
+    observer = Interrupting("nobody")
+    observer.run_noted = lambda arm, seed, text: noted.append((arm, text))
+    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
+    (run,) = lost
+    run.run.finish()
+    assert noted == [("fp32", f"W&B lost the run, and gets it once the study has ended: {said}")]
+    paths = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
+    assert read_manifest(paths.manifest).state == "finished"
+    lines = [line for _, line in read_lines(paths.metrics)]
+    assert [line["step"] for line in lines if "train/loss" in line] == [0, 1, 2, 3, 4, 5]

@@ -1,12 +1,19 @@
-"""The id that W&B knows a run by comes from a file that anybody may have written."""
+"""A W&B run is started by an id that anybody may have written, by a service that may end."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import wandb
+from wandb.sdk.mailbox.mailbox import MailboxClosedError
 
-from stability.tracking.wandb_run import start_run
+from stability.tracking.wandb_run import start_run, told_in_a_line
 from tests.stability.fuzz.offline_wandb import OfflineRun
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -47,3 +54,59 @@ def test_a_relative_folder_is_the_one_of_the_current_directory(tmp_path, monkeyp
         run.log({"loss": 1.0})
         run.finish()
         assert len(list(current.glob("run/wandb/offline-run-*/*.wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (wandb.Error("the server\nis on fire"), "the server is on fire"),
+        (ConnectionResetError("Connection lost"), "its service has ended"),
+        (MailboxClosedError(), "its service has ended"),
+    ],
+)
+def test_what_w_and_b_raises_is_one_error_of_one_line(error, said):
+    with pytest.raises(ConnectionError, match=f"^{said}$"), told_in_a_line():
+        raise error
+
+
+def test_what_is_not_w_and_bs_is_raised_as_it_is():
+    with pytest.raises(KeyError, match="mine"), told_in_a_line():
+        raise KeyError("mine")
+
+
+KILLED_SERVICE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from stability.records.paths import RunPaths
+from stability.tracking.history import MirroredLog, open_wandb_run
+folder = Path(sys.argv[1])
+shown = open_wandb_run("offline", study="s", arm="a", seed=0, axis="none", changes=[], config={},
+                       paths=RunPaths(folder))
+log = MirroredLog(folder / "metrics.jsonl", shown)
+log.append(0, {"train/loss": 1.0})
+listed = subprocess.run(["ps", "-o", "pid=,comm=", "--ppid", str(os.getpid())],
+                        capture_output=True, text=True).stdout
+(service,) = [line.split()[0] for line in listed.splitlines() if "wandb" in line]
+os.kill(int(service), signal.SIGKILL)
+for step in range(1, 200):
+    log.append(step, {"train/loss": 1.0})
+log.close()
+print(log.end_mirror(failed=False))
+"""
+
+
+@pytest.mark.slow
+def test_the_log_goes_on_when_the_system_has_killed_w_and_bs_service(tmp_path):
+    # the service of this process, which other tests need, is not to be shared
+    own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_SERVICE, str(tmp_path)],
+        cwd=ROOT,
+        env=own,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "its service has ended\n")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 200

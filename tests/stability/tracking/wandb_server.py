@@ -1,16 +1,18 @@
-"""A W&B server as far as runs need one: it keeps each run's rows and summary in memory.
+"""A W&B server as far as runs and saved views need one: it keeps what it is sent in memory.
 
-Answers the queries that wandb 0.31 makes, and file_stream, in which rows are written from a line
-number on. Says of every artifact that its files are here already.
+Answers the queries that wandb 0.31 and wandb-workspaces 0.4 make, file_stream, in which rows are
+written from a line number on, and the upload of files. Says of every artifact that its files are
+here already. It can be told to fail.
 """
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 
@@ -24,10 +26,29 @@ class ServedRun:
     exit_code: int | None = None
     artifacts: list[tuple[str, ...]] = field(default_factory=list)
     """Name and aliases of each."""
+    alerts: list[tuple[str, str, str]] = field(default_factory=list)
+    """Level, title and text of each."""
+    files: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines]
+
+
+class Served(dict[str, ServedRun]):
+    """The runs by id, the saved views by name, and from when on every request fails."""
+
+    def __init__(self) -> None:
+        self.views: dict[str, dict[str, Any]] = {}
+        self.address = ""
+        self.status: int | None = None
+        """What is answered instead, if anything: 401, 500, or 0 for nothing at all."""
+        self.fails_after = ""
+        """The operation after which that begins; "" for at once."""
+        self.is_closed = Event()
+
+    def refuses(self) -> bool:
+        return self.status is not None and not self.fails_after
 
 
 def _bucket(name: str, run: ServedRun) -> dict[str, Any]:
@@ -55,7 +76,28 @@ def _bucket(name: str, run: ServedRun) -> dict[str, Any]:
     }
 
 
-def _answer(runs: dict[str, ServedRun], operation: str, given: dict[str, Any]) -> dict[str, Any]:
+def _answer(runs: Served, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+    made = _of_view(runs, operation, given) or _of_run(runs, operation, given)
+    if made is not None:
+        return made
+    person = {"id": "u", "entity": "me", "username": "me", "email": "", "name": "me"}
+    teams = {"edges": []}
+    return {"viewer": {**person, "flags": "{}", "admin": False, "teams": teams}}
+
+
+def _of_view(runs: Served, operation: str, given: dict[str, Any]) -> dict[str, Any] | None:
+    if operation == "UpsertView2":
+        view = {"id": f"id-{given['name']}", **given}
+        is_new = given["name"] not in runs.views
+        runs.views[given["name"]] = view
+        return {"upsertView": {"view": view, "inserted": is_new}}
+    if operation == "View":
+        found = runs.views.get(given["viewName"])
+        return {"project": {"allViews": {"edges": [{"node": found}] if found else []}}}
+    return None
+
+
+def _of_run(runs: Served, operation: str, given: dict[str, Any]) -> dict[str, Any] | None:
     if operation == "UpsertBucket":
         is_new = given["name"] not in runs
         run = runs.setdefault(given["name"], ServedRun())
@@ -66,8 +108,13 @@ def _answer(runs: dict[str, ServedRun], operation: str, given: dict[str, Any]) -
         found = _bucket(given["name"], run) if run else None
         owner = {"id": "e", "name": "me"}
         return {"model": {"id": "p", "name": given["project"], "entity": owner, "bucket": found}}
+    if operation == "NotifyScriptableRunAlert":
+        alert = (given["severity"], given["title"], given["text"])
+        runs[given["runName"]].alerts.append(alert)
+        return {"notifyScriptableRunAlert": {"success": True}}
     if operation == "CreateRunFiles":
-        files = [{"name": name, "uploadUrl": ""} for name in given["files"]]
+        place = f"{runs.address}/upload/{given['run']}"
+        files = [{"name": name, "uploadUrl": f"{place}/{name}"} for name in given["files"]]
         return {"createRunFiles": {"runID": "id", "uploadHeaders": [], "files": files}}
     if operation == "CreateArtifact":
         made = given["input"]
@@ -76,10 +123,9 @@ def _answer(runs: dict[str, ServedRun], operation: str, given: dict[str, Any]) -
         sequence = {"id": "s", "latestArtifact": None}
         artifact = {"id": "a", "state": "COMMITTED", "artifactSequence": sequence}
         return {"createArtifact": {"artifact": artifact}}
-    if not operation:  # an artifact of that name
+    if "artifact" in operation.lower():  # one of that name
         return {"project": {"artifact": None}}
-    person = {"id": "u", "entity": "me", "username": "me", "email": "", "name": "me"}
-    return {"viewer": {**person, "flags": "{}", "admin": False, "teams": {"edges": []}}}
+    return None
 
 
 def _receive(run: ServedRun, sent: dict[str, Any]) -> None:
@@ -95,20 +141,48 @@ def _receive(run: ServedRun, sent: dict[str, Any]) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    runs: dict[str, ServedRun]
+    runs: Served
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
+        body = self._body()
+        if self.runs.refuses():
+            self._refuse()
+            return
         sent = json.loads(body)
         if self.path == "/graphql":
             variables = sent.get("variables") or {}
-            self._reply({"data": _answer(self.runs, sent.get("operationName", ""), variables)})
+            asked = re.search(r"(?:query|mutation)\s+(\w+)", sent["query"])
+            operation = asked[1] if asked else ""
+            self._reply({"data": _answer(self.runs, operation, variables)})
+            if operation == self.runs.fails_after:
+                self.runs.fails_after = ""
             return
         *_, name, _what = self.path.split("/")
         _receive(self.runs[name], sent)
         self._reply({"exitcode": None, "limits": {}})
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        if self.runs.refuses():
+            self._refuse()
+            return
+        _, _upload, run, file = self.path.split("/", 3)
+        self.runs[run].files[file] = body
+        self._reply({})
+
+    def _body(self) -> bytes:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        is_packed = self.headers.get("Content-Encoding") == "gzip"
+        return gzip.decompress(body) if is_packed else body
+
+    def _refuse(self) -> None:
+        if self.runs.status == 0:
+            self.runs.is_closed.wait()
+            return
+        self.send_response(self.runs.status or 500)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
 
     def _reply(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
@@ -123,18 +197,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running() -> Iterator[tuple[str, dict[str, ServedRun]]]:
-    """Serve until the block ends; gives the address and the runs by id."""
-    runs: dict[str, ServedRun] = {}
+def running() -> Iterator[Served]:
+    """Serve until the block ends; gives what has arrived."""
+    runs = Served()
     handler = type("Handler", (_Handler,), {"runs": runs})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     server.handle_error = lambda request, client: None  # a client that hangs up
+    runs.address = f"http://127.0.0.1:{server.server_port}"
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", runs
+        yield runs
     finally:
+        runs.is_closed.set()
         server.shutdown()
         server.server_close()
         thread.join()
