@@ -58,24 +58,21 @@ def require(ok: bool, where: str, rule: str, got: object, advice: str) -> None:
 
 def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless q, k and v fit each other and what the engines can do."""
+    # a message is made where it is needed alone: to make them takes longer than to check
     for name, x in (("q", q), ("k", k), ("v", v)):
         where = f"{function}: {name}"
-        require(isinstance(x, Tensor), where, "a tensor", type(x).__name__, "pass a torch.Tensor")
-        require(
-            x.dim() in (3, 4) and x.numel() > 0,
-            where,
-            "(batch, heads, length, head_dim), or packed (total_tokens, heads, head_dim), with no "
-            "empty axis",
-            tuple(x.shape),
-            "add the missing axes or drop the empty batch",
-        )
-        require(
-            x.dtype in INPUT_DTYPES,
-            where,
-            "float64, float32, bfloat16 or float16",
-            x.dtype,
-            "convert it first",
-        )
+        if not isinstance(x, Tensor):
+            require(False, where, "a tensor", type(x).__name__, "pass a torch.Tensor")
+        if x.dim() not in (3, 4) or x.numel() == 0:
+            rule = (
+                "(batch, heads, length, head_dim), or packed (total_tokens, heads, head_dim), with "
+                "no empty axis"
+            )
+            advice = "add the missing axes or drop the empty batch"
+            require(False, where, rule, tuple(x.shape), advice)
+        if x.dtype not in INPUT_DTYPES:
+            rule = "float64, float32, bfloat16 or float16"
+            require(False, where, rule, x.dtype, "convert it first")
     _check_same(function, q, k, v)
     _check_shapes(function, q, k, v)
 
@@ -131,48 +128,43 @@ def _check_same(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         for what in ("dtype", "device"):
             expected, got = getattr(q, what), getattr(x, what)
-            require(
-                expected == got,
-                f"{function}: {name}",
-                f"of q's {what} {expected}",
-                got,
-                "convert q, k and v alike",
-            )
+            if expected != got:
+                rule = f"of q's {what} {expected}"
+                require(False, f"{function}: {name}", rule, got, "convert q, k and v alike")
 
 
 def _check_shapes(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    packed, head_dim = q.dim() == 3, q.shape[-1]
-    heads, kv_heads = (x.shape[1] for x in (q, k))
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    for whose, size in (("", head_dim), (" of v", v.shape[-1])):
-        require(
-            MIN_HEAD_DIM <= size <= MAX_HEAD_DIM,
-            f"{function}: head_dim{whose}",
-            f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
-            f"{size} ({shapes})",
-            f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
-        )
-    require(
-        k.shape[:-1] == v.shape[:-1],
-        f"{function}: v",
-        "shaped as k, but for its head_dim",
-        shapes,
-        "pass one value for each key",
-    )
-    require(
-        k.dim() == q.dim() and k.shape[-1] == head_dim and (packed or k.shape[0] == q.shape[0]),
-        f"{function}: k",
-        f"of q's batch and head_dim {head_dim}",
-        shapes,
-        "axes are (batch, heads, length, head_dim), packed (total_tokens, heads, head_dim)",
-    )
-    require(
-        heads % kv_heads == 0,
-        f"{function}: heads",
-        "a multiple of kv_heads",
-        f"{heads} and {kv_heads} ({shapes})",
-        "each kv head serves heads / kv_heads query heads",
-    )
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    head_dim, packed = q_shape[-1], len(q_shape) == 3
+
+    def shapes() -> str:
+        return f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+
+    for whose, size in (("", head_dim), (" of v", v_shape[-1])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            require(
+                False,
+                f"{function}: head_dim{whose}",
+                f"from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}",
+                f"{size} ({shapes()})",
+                f"pad q, k and v with zeros to {MIN_HEAD_DIM} and pass scale, or use more heads",
+            )
+    if k_shape[:-1] != v_shape[:-1]:
+        rule = "shaped as k, but for its head_dim"
+        require(False, f"{function}: v", rule, shapes(), "pass one value for each key")
+    if (
+        len(k_shape) != len(q_shape)
+        or k_shape[-1] != head_dim
+        or not (packed or k_shape[0] == q_shape[0])
+    ):
+        rule = f"of q's batch and head_dim {head_dim}"
+        advice = "axes are (batch, heads, length, head_dim), packed (total_tokens, heads, head_dim)"
+        require(False, f"{function}: k", rule, shapes(), advice)
+    heads, kv_heads = q_shape[1], k_shape[1]
+    if heads % kv_heads != 0:
+        rule, got = "a multiple of kv_heads", f"{heads} and {kv_heads} ({shapes()})"
+        advice = "each kv head serves heads / kv_heads query heads"
+        require(False, f"{function}: heads", rule, got, advice)
 
 
 def check_engine(function: str, engine: str) -> None:
@@ -310,21 +302,17 @@ def _check_window(function: str, window: Any) -> None:
 
 def _check_packing(function: str, q: Tensor, mask: Mapping[str, Any]) -> None:
     given = [name for name in ("cu_seqlens_q", "cu_seqlens_k") if mask.get(name) is not None]
-    require(
-        len(given) == (2 if q.dim() == 3 else 0),
-        f"{function}: cu_seqlens_q and cu_seqlens_k",
-        "given exactly when q, k and v are packed as (total_tokens, heads, head_dim)",
-        f"{' and '.join(given) or 'neither'} with q {tuple(q.shape)}",
-        "pass both with packed tensors, neither with (batch, heads, length, head_dim)",
-    )
-    for name in ("key_padding", "attn_mask"):
+    if len(given) != (2 if q.dim() == 3 else 0):
         require(
-            not given or mask.get(name) is None,
-            f"{function}: {name}",
-            "None with packed sequences",
-            "a tensor",
-            "leave the padding out of the packed sequences",
+            False,
+            f"{function}: cu_seqlens_q and cu_seqlens_k",
+            "given exactly when q, k and v are packed as (total_tokens, heads, head_dim)",
+            f"{' and '.join(given) or 'neither'} with q {tuple(q.shape)}",
+            "pass both with packed tensors, neither with (batch, heads, length, head_dim)",
         )
+    for name in ("key_padding", "attn_mask") if given else ():
+        rule, advice = "None with packed sequences", "leave the padding out of the packed sequences"
+        require(mask.get(name) is None, f"{function}: {name}", rule, "a tensor", advice)
 
 
 def _check_mask_mod(function: str, q: Tensor, mask_mod: Any) -> None:

@@ -315,12 +315,15 @@ class FlashNumerics(_Numerics):
         """Return how operands that are rounded at these two points are multiplied.
 
         It is what `dot` says, but for a product of dS that its tensor core does not take: that goes
-        to the wider one of the same architecture. Call it on resolved numerics.
+        to the wider one of the same architecture. "_held" stands behind a kind of TF32 that holds
+        both operands as they are. Call it on resolved numerics.
         """
-        model = MODELS.get(self.arithmetic.dot)
+        dot = self.arithmetic.dot
+        if dot == "ieee":
+            return dot
+        formats, model = (self.format_at(left), self.format_at(right)), MODELS.get(dot)
         if model is None:
-            return self.arithmetic.dot
-        formats = self.format_at(left), self.format_at(right)
+            return dot + "_held" if all(map(_fits_tf32, formats)) else dot
         if not all(map(model.takes, formats)):
             model = MODELS[model.wider]
         return TensorCoreProduct(model, formats)
@@ -437,6 +440,11 @@ class BaselineNumerics(_Numerics):
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name: what a manifest stores."""
         return asdict(self)
+
+
+@functools.cache
+def _fits_tf32(name: str) -> bool:
+    return format_named(name).fits(FORMATS["tf32"])
 
 
 def _check_choice(group: Any, name: str, allowed: tuple[Any, ...]) -> None:

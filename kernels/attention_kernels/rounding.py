@@ -13,12 +13,14 @@ There are three implementations. They agree to the bit, and the quickest that ap
 2. `round_last_bits`, for a format with as many exponent bits as the dtype: it adds an integer to
    the bit pattern of a value and clears the last bits.
 3. `round_on_grid`, for a format with fewer exponent bits: it divides a value by the spacing of the
-   format around it and rounds to an integer. The spacing is a power of two and the division is done
-   in FP64, so the quotient is exact.
+   format around it and rounds to an integer. The spacing is a power of two, so the quotient is
+   exact.
 
-2 does not remove subnormals or saturate, and 3 knows no largest value either: the functions that
-call them add that. This module does not define the formats (`formats`), nor how a kernel rounds its
-blocks (`triton.rounding`).
+Neither 2 nor 3 removes subnormals or saturates: the function that calls them adds that. Both work
+on bit patterns, and want numbers of a condition: on a CPU torch's operations on bool tensors take
+longer (`where` with its comparison 85 us for 65,536 elements with AVX-512, an integer operation or
+a comparison that returns numbers 5 to 9 us). This module does not define the formats (`formats`),
+nor how a kernel rounds its blocks (`triton.rounding`).
 """
 
 import torch
@@ -27,7 +29,15 @@ from torch import Tensor
 from attention_kernels.formats import FORMATS, INPUT_FORMATS, ROUNDINGS, Format, format_named
 from attention_kernels.random_bits import bits_at
 
-__all__ = ["DTYPES", "INPUT_DTYPES", "round_into", "round_last_bits", "round_on_grid", "round_to"]
+__all__ = [
+    "CARRIERS",
+    "DTYPES",
+    "INPUT_DTYPES",
+    "round_into",
+    "round_last_bits",
+    "round_on_grid",
+    "round_to",
+]
 
 INPUT_DTYPES = {
     getattr(torch, dtype.removeprefix("torch.")): name for dtype, name in INPUT_FORMATS.items()
@@ -37,8 +47,8 @@ INPUT_DTYPES = {
 DTYPES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
 """Maps the name of each of these formats to the dtype that stores it."""
 
-# The carrier is the dtype in which a rounded value is held.
-_CARRIERS = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}
+CARRIERS = {torch.float32: FORMATS["fp32"], torch.float64: FORMATS["fp64"]}
+"""Maps each dtype in which a rounded value is held, its carrier, to its format."""
 
 # Formats, as (exponent bits, mantissa bits), to which torch's cast is one correct rounding.
 _CASTS = {
@@ -62,12 +72,12 @@ def round_to(
     beyond the range overflows as in IEEE 754, to infinity; it becomes NaN if the format has no
     infinity, and the largest value if the format saturates. A NaN stays NaN in every format.
     `stochastic` rounding draws its random bits from `seed` and the position in `x`, unless `bits`
-    gives them: an int64 tensor with 32 random bits in each element, broadcastable to `x`. It keeps
-    the mean to 2**-24 of a spacing.
+    gives them: an int64 or int32 tensor with 32 random bits in each element, broadcastable to `x`.
+    It keeps the mean to 2**-24 of a spacing.
     ValueError for another dtype, an unknown format or an unknown rounding.
     """
     target = format if isinstance(format, Format) else format_named(format)
-    carrier = _CARRIERS.get(x.dtype)
+    carrier = CARRIERS.get(x.dtype)
     if carrier is None:
         raise ValueError(f"round_to: x must be float32 or float64, got {x.dtype}; convert it first")
     if rounding not in ROUNDINGS:
@@ -134,35 +144,32 @@ def _round_unlimited(x: Tensor, target: Format, rounding: str, bits: Tensor | No
     # format with more exponent bits it is a normal value, so fewer bits are dropped from it. In
     # FP64 it is normal as well, and needs no special case.
     wide = x.double() if target.exponent_bits > 8 else x
-    carrier = _CARRIERS[wide.dtype]
+    carrier = CARRIERS[wide.dtype]
     if shape is not None and target.exponent_bits == carrier.exponent_bits:
         dropped = carrier.mantissa_bits - target.mantissa_bits
         return round_last_bits(wide, dropped, rounding, bits).to(x.dtype)
-    rounded = round_on_grid(x.double(), target.min_exponent, target.mantissa_bits, rounding, bits)
-    beyond = torch.inf if target.infinities else torch.nan
-    # `round_on_grid` does not know the largest value. A finite value beyond it becomes the largest
-    # value if it is rounded toward zero, and overflows in every other mode.
-    if rounding == "toward_zero":
-        largest = target.largest_in(_CARRIERS[x.dtype])
-        rounded.clamp_(-largest, largest).masked_fill_(x.isinf(), beyond)
-    else:
-        rounded.masked_fill_(rounded.abs() > target.max_value, beyond)
-    return rounded.copysign_(x).to(x.dtype)
+    # A spacing of the format must be a normal value of the dtype, and none of its quotients may be
+    # a subnormal one, which would be inexact.
+    quantum = target.min_exponent - target.mantissa_bits
+    narrow = -126 <= quantum <= 0 and target.max_exponent < 127
+    wide = wide if narrow else x.double()
+    largest = target.largest_in(CARRIERS[x.dtype])
+    return round_on_grid(wide, target, largest, rounding, bits).to(x.dtype)
 
 
 def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | None) -> Tensor:
     """Round FP32 or FP64 values to `dropped` fewer mantissa bits, in the range of their own dtype.
 
-    A value that rounds beyond the largest one becomes infinite. `random` is an int64 tensor with 32
-    random bits in each element; only stochastic rounding reads it.
+    A value that rounds beyond the largest one becomes infinite. `random` holds 32 random bits in
+    each element, int64 or int32; only stochastic rounding reads it.
     """
     if dropped <= 0:
         return x
-    bits = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    bits, carrier = _pattern(x), CARRIERS[x.dtype]
     # IEEE magnitudes are ordered as their bit patterns are. So a carry out of the mantissa raises
     # the exponent, which gives the next binade or infinity, without a special case.
     if rounding == "nearest_even":
-        added = ((bits >> dropped) & 1) + ((1 << (dropped - 1)) - 1)
+        added = (bits >> dropped).bitwise_and_(1).add_((1 << (dropped - 1)) - 1)
     elif rounding == "nearest_away":
         added = 1 << (dropped - 1)
     elif rounding == "toward_zero":
@@ -173,46 +180,74 @@ def round_last_bits(x: Tensor, dropped: int, rounding: str, random: Tensor | Non
         assert random is not None
         # The sum carries where the dropped bits exceed the random ones. Only 24 of the 32 random
         # bits decide, as in `round_on_grid` and in the kernels, so that all three agree to the bit.
-        chance = random >> 8
-        chance = chance << (dropped - 24) if dropped > 24 else chance >> (24 - dropped)
-        added = (1 << dropped) - 1 - chance.to(bits.dtype)
-    rounded = (bits + added) & -(1 << dropped)
-    # A NaN whose payload is all ones would carry into its sign bit.
-    return torch.where(x.isnan(), x, rounded.view(x.dtype))
+        if dropped > 24:
+            chance = _chance(random).to(bits.dtype).bitwise_left_shift_(dropped - 24)
+        else:
+            chance = (random >> (32 - dropped)).to(bits.dtype)
+        added = chance.bitwise_not_().bitwise_and_((1 << dropped) - 1)
+    rounded = (bits + added).bitwise_and_(-(1 << dropped))
+    # A NaN stays as it is: one whose payload is all ones would carry into its sign bit. Its
+    # magnitude is above infinity's, so that the difference has no sign; all others become -1, a
+    # mask of ones.
+    infinity = ((1 << carrier.exponent_bits) - 1) << carrier.mantissa_bits
+    size = carrier.exponent_bits + carrier.mantissa_bits
+    number = (bits & ((1 << size) - 1)).sub_(infinity + 1).bitwise_right_shift_(size)
+    rounded.bitwise_xor_(bits).bitwise_and_(number).bitwise_xor_(bits)
+    return rounded.view(x.dtype)
 
 
 def round_on_grid(
-    x: Tensor, min_exponent: int, mantissa_bits: int, rounding: str, random: Tensor | None
+    x: Tensor, target: Format, largest: float, rounding: str, random: Tensor | None
 ) -> Tensor:
-    """Round FP64 values to a grid of `mantissa_bits` whose normal values start at 2**min_exponent.
+    """Round FP32 or FP64 values to `target`, whose spacings are normal values of that dtype.
 
-    Below that the spacing stays the same, as among subnormals; there is no largest value.
-    `min_exponent` is above -970, which keeps the spacing a normal FP64 value. Returns a new tensor.
+    `largest` is where a finite value ends that is rounded toward zero; `random` is that of
+    `round_last_bits`. Returns a new tensor.
     """
-    scaled = x.abs()
-    # The exponent field of FP64, with its bias of 1023. The clamp makes the spacing constant among
-    # the subnormals of the grid.
-    exponent = (scaled.view(torch.int64) >> 52).clamp_(min=min_exponent + 1023)
-    quantum = exponent.sub_(mantissa_bits).bitwise_left_shift_(52).view(torch.float64)
-    scaled.div_(quantum)  # |x| in units of the spacing; exact, since the spacing is a power of two
+    bits, carrier = _pattern(x), CARRIERS[x.dtype]
+    mantissa, size = carrier.mantissa_bits, carrier.exponent_bits + carrier.mantissa_bits
+    exponents = (1 << size) - (1 << mantissa)
+    # The clamp makes the spacing constant among the subnormals of the grid.
+    quantum = (bits & exponents).clamp_(min=(target.min_exponent + carrier.bias) << mantissa)
+    quantum = quantum.sub_(target.mantissa_bits << mantissa).view(x.dtype)
+    # -|x| in units of the spacing; exact, since the spacing is a power of two
+    scaled = (bits | -(1 << size)).view(x.dtype).div_(quantum)
     if rounding == "nearest_even":
         kept = scaled.round_()
     else:
-        kept = scaled.floor()
-        kept += _goes_up(scaled.sub_(kept), rounding, random)
-    return kept.mul_(quantum).copysign_(x)
+        kept = scaled.ceil()
+        kept -= _goes_up(kept - scaled, rounding, random)
+    kept.mul_(quantum)
+    # The grid knows no largest value. A finite value beyond it becomes the largest value if it is
+    # rounded toward zero, and overflows in every other mode.
+    beyond = torch.inf if target.infinities else torch.nan
+    if rounding == "toward_zero":
+        kept.clamp_(min=-largest).masked_fill_(x.isinf(), beyond)
+    else:
+        next_value = target.max_value + 2.0 ** (target.max_exponent - mantissa)
+        kept = torch.threshold_(kept, -next_value, beyond)  # what is at most -next_value
+    return kept.copysign_(x)
+
+
+def _pattern(x: Tensor) -> Tensor:
+    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+
+
+def _chance(random: Tensor) -> Tensor:
+    """Return the 24 of 32 random bits that decide."""
+    return (random >> 8).bitwise_and_(0xFFFFFF)
 
 
 def _goes_up(fraction: Tensor, rounding: str, random: Tensor | None) -> Tensor:
-    """Return true where a magnitude rounds up, given its `fraction`.
+    """Return 1 where a magnitude rounds up, else 0, in place of its `fraction`.
 
     `fraction` is its distance from the neighbour below, as a fraction of the spacing.
     """
     if rounding == "toward_zero":
-        return torch.zeros_like(fraction, dtype=torch.bool)
+        return fraction.zero_()
     if rounding == "away":
-        return fraction > 0
+        return fraction.gt_(0)
     if rounding == "nearest_away":
-        return fraction >= 0.5
+        return fraction.ge_(0.5)
     assert random is not None
-    return fraction > (random >> 8).double() * 2.0**-24
+    return fraction.gt_(_chance(random).to(fraction.dtype).mul_(2.0**-24))

@@ -13,6 +13,7 @@ that has; its elements then draw what they draw where one rank holds all. Leaves
 with the bits (`rounding`).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,7 +78,13 @@ def draws_of(seed: int, rounding: Sequence[int] = ()) -> Draws:
     `rounding` is a `RoundingKey` and a `RoundingPlace` one after the other, or empty.
     """
     if not rounding:
-        return Draws(word_at(seed))
+        return _unkeyed(seed)
     key, place = rounding[:4], RoundingPlace(*rounding[4:])
     halves = [half for x in key for half in (x & _WORD, x >> 32)]
     return Draws(word_at(seed, ROUNDING_STREAM, *halves), place)
+
+
+@functools.lru_cache(maxsize=256)
+def _unkeyed(seed: int) -> Draws:
+    # of each call that rounds by no key, which is most: the hash takes longer than to look it up
+    return Draws(word_at(seed))

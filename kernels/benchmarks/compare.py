@@ -171,6 +171,7 @@ def _cost_rows(
         row |= {"forward_s": found.forward, "backward_s": found.backward}
         row["forward_cost"] = found.forward / fast.forward
         row["backward_cost"] = (found.both - found.forward) / (fast.both - fast.forward)
+        row["cost"] = found.both / fast.both
         rows.append(row)
     for name, reason in refused.items():
         rows.append({"section": section, "case": str(shape), "name": name, "refused": reason})
@@ -196,9 +197,10 @@ def _print_speeds(title: str, rows: list[Row]) -> None:
 def _print_costs(title: str, rows: list[Row]) -> None:
     """Print variants of the fast path: how many times as long each takes, or why it doesn't run."""
     print(f"\n{title}")
-    print(f"  {'':26}{'forward':>9}{'backward':>10}   (1.00 is the fast path)")
+    print(f"  {'':26}{'forward':>9}{'backward':>10}{'both':>8}   (1.00 is the fast path)")
     for row in rows:
         if "refused" in row:
             print(f"  {row['name']:26}{'not here: ':>10}{row['refused']}")
         else:
-            print(f"  {row['name']:26}{row['forward_cost']:9.2f}{row['backward_cost']:10.2f}")
+            costs = f"{row['forward_cost']:9.2f}{row['backward_cost']:10.2f}{row['cost']:8.2f}"
+            print(f"  {row['name']:26}{costs}")

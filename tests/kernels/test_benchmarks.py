@@ -218,8 +218,14 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch):
     longer = room.registry.square(1, 2, 48, 16)
     monkeypatch.setattr(room.cpu, "LONG_SHAPE", longer)
     monkeypatch.setattr(room.cpu, "LIMITS", {shape: 1.0, longer: 0.6})
-    dials = {"exp exp2": {"exp": "exp2"}, "fp_fusion": {"fp_fusion": True}}
+    dials = {
+        "exp exp2": {"exp": "exp2"},
+        "all points fp64": room.registry.DIALS["all points fp64"],
+        "fp_fusion": {"fp_fusion": True},
+    }
+    assert room.cpu.DEARER.keys() <= room.registry.DIALS.keys()
     monkeypatch.setattr(room.compare, "DIALS", dials)
+    monkeypatch.setattr(room.cpu, "DIAL_ROUNDS", 1)
     monkeypatch.setattr(room.compare, "DIAL_SHAPES", {"cpu": shape})
     others = [peer for peer in peers("cpu") if peer.name in ("sdpa:flash", "flex")]
     sections = room.cpu.sections(others)
@@ -233,8 +239,10 @@ def test_peers_table_and_costs_of_dials_come_out_on_the_cpu(room, monkeypatch):
     ]
     for row in rows:
         assert (row["backward_tflops"] is None) == (row["name"] == "flex")
-    costs, _ = sections["dials"]()
-    assert costs[0]["forward_cost"] == 1.0
+    costs, (dearest,) = sections["dials"]()
+    assert costs[0]["forward_cost"] == costs[0]["cost"] == 1.0
+    assert dearest.measured == costs[1]["cost"] > 0, "of the only dial that is to be cheap"
+    assert (dearest.limit, dearest.claim[-10:]) == (1.3, "(exp exp2)")
     assert "fp_fusion" in costs[-1]["refused"]
     masks, _ = sections["masks"]()
     assert [row["name"] for row in masks] == list(room.registry.MASKS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_kernels.formats import FORMATS, ROUNDINGS, format_named
+from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named
 from attention_kernels.rounding import round_to
 
 INF, NAN = math.inf, math.nan
@@ -142,3 +142,12 @@ def test_what_rounds_up_to_the_smallest_normal_value_is_not_flushed():
     assert_rounds(beside, [2.0**-14, 0.0], "fp16-flush")
     assert_rounds(beside, [2.0**-14, 2.0**-14], "fp16-flush", "away")
     assert_rounds([2.0**-30], [0.0], "fp16-flush", "away")
+
+
+def test_a_format_whose_spacings_fp32_does_not_hold_rounds_fp32_and_fp64_alike():
+    odd = Format(name="odd", exponent_bits=3, mantissa_bits=3, encoding="fn", bias=125)
+    x = torch.arange(1, 8000, 7, dtype=torch.int32).mul_(2**13).view(torch.float32)
+    for rounding in ROUNDINGS:
+        wide = round_to(x.double(), odd, rounding)
+        assert torch.equal(round_to(x, odd, rounding).double(), wide), rounding
+        assert len(wide.unique()) > 20

@@ -20,7 +20,7 @@ Shape suffixes: B batch, H query heads, N batch x query heads, I rows of a query
 key block, L length, C columns of any tile, T blocks, D head_dim.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -30,8 +30,8 @@ from attention_kernels.masks import Mask, Sequence
 from attention_kernels.numerics import FlashNumerics, TensorCoreProduct
 from attention_kernels.operands import prepare
 from attention_kernels.points import POINTS
-from attention_kernels.random_bits import bits_after
-from attention_kernels.rounding import round_to
+from attention_kernels.random_bits import folded, hashed, words_after
+from attention_kernels.rounding import CARRIERS, round_to
 from attention_kernels.rounding_key import Draws
 from attention_kernels.score_units import LOG2_E, ScoreUnits
 from attention_kernels.tensor_core import tensor_core_matmul
@@ -67,6 +67,8 @@ class Rounder:
     draws: Draws
     sequence: int = 0
     group: int = 1
+    _kept: dict[object, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Hashes of places, by place: tiles have rows and columns in common."""
 
     def __call__(self, x: Tensor, point: str, rows: range, columns: range, step: int = 0) -> Tensor:
         """Round `x` once, at a point of `POINTS`; rows, columns and step say where it lies."""
@@ -76,14 +78,33 @@ class Rounder:
         arithmetic = self.numerics.arithmetic
         if arithmetic.rounding != "stochastic":
             return round_to(x, target, arithmetic.rounding)
-        batches = len(x) // self.heads
-        heads = self.draws.heads(self.sequence, batches, self.heads, self.group, x.device)
-        row = torch.arange(rows.start, rows.stop, device=x.device)
-        column = torch.arange(columns.start, columns.stop, device=x.device)
-        stream = POINTS[point].stream
-        place = heads.flatten()[:, None, None], row[:, None], column
-        bits = bits_after(self.draws.word, stream, step, *place)
+        words_NI1 = self._words_of(rows, len(x) // self.heads, POINTS[point].stream, step, x.device)
+        bits = folded(words_NI1, self._hashed(columns, x.device))
+        assert isinstance(bits, Tensor)
         return round_to(x, target, "stochastic", bits=bits)
+
+    def _words_of(
+        self, rows: range, batches: int, stream: int, step: int, device: torch.device
+    ) -> Tensor:
+        """Return the words of some rows at a point and a step, `(N, I, 1)`."""
+        key = rows, batches, stream
+        if step == 0 and key in self._kept:
+            return self._kept[key]
+        heads = self.draws.heads(self.sequence, batches, self.heads, self.group, device)
+        words = words_after(self.draws.word, stream, step, heads.view(-1, 1, 1))
+        words = folded(words, self._hashed(rows, device).unsqueeze(-1))
+        assert isinstance(words, Tensor)
+        if step == 0:  # whole tiles; sums have a step for each block, too many to keep
+            self._kept[key] = words
+        return words
+
+    def _hashed(self, places: range, device: torch.device) -> Tensor:
+        """Return the hashes of rows or columns."""
+        if places not in self._kept:
+            words = hashed(torch.arange(places.start, places.stop, device=device))
+            assert isinstance(words, Tensor)
+            self._kept[places] = words
+        return self._kept[places]
 
 
 class Flat(NamedTuple):
@@ -155,14 +176,21 @@ def dot(
     """Return the batched product of two operands, summed in their dtype.
 
     `tf32` rounds both to TF32 as the hardware's conversion does, ties away from zero; `tf32x3` adds
-    the products with what that dropped, the smallest first. A tensor core sums as its model says,
-    and begins with `start`, its accumulator; the other modes take none.
+    the products with what that dropped, the smallest first. `tf32_held` and `tf32x3_held` are the
+    same of operands that TF32 holds (`FlashNumerics.product`). A tensor core sums as its model
+    says, and begins with `start`, its accumulator; the other modes take none.
     """
     if isinstance(mode, TensorCoreProduct):
         return _tensor_core(left, right, mode, start)
     assert start is None
-    if mode == "ieee":
+    if mode in ("ieee", "tf32_held"):
         return torch.bmm(left, right)
+    if mode == "tf32x3_held":
+        product = torch.bmm(left, right)
+        # Of finite operands 0 is dropped, and adding it makes zero of minus zero. Of an infinity it
+        # is NaN; then the product is not finite, and no sum with it is.
+        if product.sum().isfinite():
+            return product.add_(0.0)
     left_big, right_big = _tf32(left), _tf32(right)
     if mode == "tf32":
         return torch.bmm(left_big, right_big)
@@ -212,17 +240,20 @@ def exponential(x: Tensor, mode: str) -> Tensor:
 def _power_of_two(power: Tensor, mode: str) -> Tensor:
     if mode == "exp2":
         return power.exp2_()
-    smallest = -126 if power.dtype == torch.float32 else -1022
+    carrier = CARRIERS[power.dtype]
+    smallest, mantissa = carrier.min_exponent, carrier.mantissa_bits
+    # Below the smallest normal value it is 0, which is what the exponent before that stands for.
+    power = power.clamp_(min=smallest - 1)
     # Cody-Waite: 2**power is 2**whole, exact, times 2**fraction with the fraction in [0, 1).
     whole = power.floor()
-    fraction = power - whole
-    value = torch.full_like(fraction, _CUBIC[0])
-    for coefficient in _CUBIC[1:]:
-        value = value * fraction + coefficient
-    # NaN has no integer to become; its value is NaN by now and stays so.
-    whole = whole.nan_to_num(nan=0.0).clamp(smallest, -smallest).to(torch.int32)
-    value = torch.ldexp(value, whole)
-    return torch.where(power < smallest, torch.zeros_like(value), value)
+    fraction = power.sub_(whole)
+    value = fraction * _CUBIC[0] + _CUBIC[1]
+    for coefficient in _CUBIC[2:]:
+        value.mul_(fraction).add_(coefficient)
+    # The exponent field of 2**whole. NaN has no integer to become; its value is NaN and stays so.
+    field = whole.nan_to_num_(nan=0.0).clamp_(max=-smallest).add_(carrier.bias)
+    integers = torch.int64 if power.dtype == torch.float64 else torch.int32
+    return value.mul_((field.to(integers) << mantissa).view(power.dtype))
 
 
 def finite_or_zero(x: Tensor) -> Tensor:

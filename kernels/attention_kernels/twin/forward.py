@@ -345,9 +345,11 @@ def block_maximum(scores_NIJ: Tensor, softmax: Softmax) -> Tensor:
     max_NI1 = scores_NIJ.amax(dim=-1, keepdim=True)
     if softmax.repeated_max_beta == 1.0:
         return max_NI1
-    # Counted in the rounded scores: an exact tie of the largest makes several P exactly 1.
-    repeated_NIJ = scores_NIJ >= max_NI1 - softmax.repeated_max_tolerance
-    repeated_NI1 = repeated_NIJ.sum(dim=-1, keepdim=True) > 1
+    # Counted in the rounded scores: an exact tie of the largest makes several P exactly 1. Ones are
+    # counted as numbers, as torch takes three times as long to count bools.
+    close_NIJ = torch.empty_like(scores_NIJ)
+    torch.ge(scores_NIJ, max_NI1 - softmax.repeated_max_tolerance, out=close_NIJ)
+    repeated_NI1 = close_NIJ.sum(dim=-1, keepdim=True) > 1
     moved_NI1 = max_NI1.clamp(min=0.0) * softmax.repeated_max_beta
     if softmax.moves_hidden:
         return torch.where(repeated_NI1 | (max_NI1 == -torch.inf), moved_NI1, max_NI1)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
@@ -65,6 +66,10 @@ DIALS = {
     "fused-by-name": (PROFILES["fa2"], torch.bfloat16, 64),
     "latent": (FA2.with_(block_q=32), torch.bfloat16, (192, 128)),
 }
+SHIPPED = {f"shipped-fa3-d{d}": (PROFILES["fa3"], torch.bfloat16, d) for d in (64, 128, 256)}
+"""In its own tile, of 128 x 128."""
+SHIPPED_SPILLS = {64: (0, 0, 52), 128: (0, 0, 118), 256: (77, None, None)}
+"""Of forward, dQ, dK with dV on sm_90, at most; None does not fit. `kernels/README.md` has them."""
 FULL = Mask(
     causal=True,
     window=(64, None),
@@ -105,6 +110,7 @@ def cases(arch):
     trained = {n: case for n, case in trained.items() if not n.startswith(beyond)}
     for mask in ("own", "shared"):
         chosen |= {(f"trained-{n}", mask): case for n, case in trained.items()}
+    chosen |= {(name, "causal"): case for name, case in SHIPPED.items() if arch == 90}
     chosen[("every_mask", "every_mask")] = (FA2, torch.bfloat16, 64)
     chosen |= {(f"dropout-{name}", "dropout"): case for name, case in FAST.items()}
     chosen |= {(f"dropout-{name}", "dropout"): DIALS[name] for name in ("fa1", "splits")}
@@ -213,6 +219,18 @@ def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_pat
         assert found["fused"] > 0 or not name.startswith("fused"), name
         wide = name.startswith(("fp32", "tf32", "fp64"))
         assert (found["tensor_core_16_bit"] > 0) != (wide or "merge" in name), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("head_dim", SHIPPED_SPILLS)
+def test_fa3_as_shipped_spills_and_fits_as_the_readme_says(head_dim, tmp_path):
+    if triton.__version__ != "3.7.1":
+        pytest.skip(f"no spills were counted with Triton {triton.__version__}")
+    kernels = in_child(90, f"^shipped-fa3-d{head_dim}-", tmp_path)
+    assert len(kernels) == 3
+    for found, spills in zip(kernels.values(), SHIPPED_SPILLS[head_dim], strict=True):
+        assert (found["shared"] <= SHARED_MEMORY[90]) == (spills is not None)
+        assert spills is None or found["spills"] <= spills
 
 
 def launch_compiled(kernel, profile="fa2", head_dim=256):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attention_kernels import (
     PROFILES,
+    FlashNumerics,
     baseline_attention,
     flash_attention,
     golden_attention,
@@ -17,7 +18,7 @@ from attention_kernels import (
 from attention_kernels.rounding_key import draws_of
 from attention_kernels.score_units import ScoreUnits
 from attention_kernels.testing import Shape, assert_within_budget, make_qkv, with_gradients
-from attention_kernels.twin.arithmetic import Rounder, dot, exponential
+from attention_kernels.twin.arithmetic import Rounder, dot, exponential, weights
 from attention_kernels.twin.forward import block_maximum, running_maximum
 
 SHAPE = Shape(2, 4, 2, 65, 130, 40)
@@ -398,6 +399,28 @@ def test_tf32_rounds_ties_away_from_zero():
     assert dot(tie, one, "tf32").item() == 1 + 2**-10
     assert dot(-tie, one, "tf32").item() == -1 - 2**-10
     assert dot(tie, one, "tf32x3").item() == 1 + 2**-11
+
+
+@pytest.mark.parametrize("mode", ["tf32", "tf32x3"])
+def test_tf32_of_operands_that_it_holds_has_the_bits_of_rounded_ones(mode):
+    left, right = (x.bfloat16().float() for x in torch.randn(2, 3, 40, 40))
+    left[0] *= 1e-23  # whose products with the small ones vanish, with either sign
+    right[0] *= 1e-23
+    left[1, 3, 4], right[1, 5, 6], right[1, 7, 8] = torch.inf, -torch.inf, torch.nan
+    found, rounded = dot(left, right, mode + "_held"), dot(left, right, mode)
+    assert torch.equal(found.isnan(), rounded.isnan())
+    assert torch.equal(found.nan_to_num().view(torch.int32), rounded.nan_to_num().view(torch.int32))
+    numerics = FlashNumerics().with_(dot=mode)
+    assert numerics.resolve(torch.bfloat16).product("ds", "k") == mode + "_held"
+    assert numerics.with_(ds="fp32").resolve(torch.bfloat16).product("ds", "k") == mode
+    assert numerics.resolve(torch.float32).product("q", "k") == mode
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(torch.float32, -126), (torch.float64, -1022)])
+def test_the_cubic_is_exact_at_whole_powers_and_0_below_the_smallest_normal(dtype, smallest):
+    powers = range(smallest - 40, -smallest + 1)
+    found = weights(torch.tensor(powers, dtype=dtype), "exp2_polynomial", ScoreUnits(1.0, 1.0, 1.0))
+    assert found.tolist() == [2.0**n if n >= smallest else 0.0 for n in powers]
 
 
 def test_random_bits_differ_from_head_to_head_sequence_to_sequence_and_block_to_block():
