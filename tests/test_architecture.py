@@ -181,6 +181,7 @@ ELSEWHERE = {
     "recorder/inside/spool.py": "what a record is made of, in a process without this package",
     "records/bundle.py": "an archive, inside of `write_whole`, and a folder that it is unpacked in",
     "records/file_operations.py": "the place itself",
+    "records/object_store.py": "a copy of what an object store holds, in a temporary folder",
     "report/live/summary_store.py": "a cache of the dashboard, kept out of the records",
     "recorder/launch.py": "what a command prints, which is no record",
     "study/export.py": "a file of a copy, inside of `write_whole`",

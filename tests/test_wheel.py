@@ -1,18 +1,28 @@
 """The wheel holds all of the packages, and makes a study without a clone beside it.
 
-So does the wheel that is built of the source distribution.
+So does the wheel that is built of the source distribution, and so it does beside the oldest
+versions of what it needs that `pyproject.toml` lets in.
 """
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from tests.pages import in_short
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -58,14 +68,19 @@ def tracked() -> list[str]:
     ]
 
 
-def run(*words: str | Path, cwd: Path) -> str:
-    """Run a command as somebody who has no clone does; return what it prints."""
+def done(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as somebody who has no clone does."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "STABILITY"))}
-    done = subprocess.run(
+    return subprocess.run(
         [str(word) for word in words], cwd=cwd, capture_output=True, text=True, env=environment
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+
+
+def run(*words: str | Path, cwd: Path, code: int = 0) -> str:
+    """Run a command as `done` does, to the end `code`; return what it prints."""
+    ended = done(*words, cwd=cwd)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +168,78 @@ def test_the_wheel_alone_records_a_script_and_shows_its_ladder_and_report(place:
     run(stability, "report", "runs/mine", cwd=place)
     page = (place / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
     assert "</html>" in page
+
+
+def lower_bounds() -> dict[str, str]:
+    """Return the lowest version that `pyproject.toml` lets in, by the name of what has one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    listed = [*project["dependencies"], *(each for extra in extras for each in extra)]
+    found = {}
+    for each in map(Requirement, listed):
+        if each.name != project["name"]:
+            (bound,) = each.specifier
+            assert bound.operator == ">=", each
+            found[canonicalize_name(each.name)] = bound.version
+    return found
+
+
+def test_the_oldest_set_is_the_lower_bounds_and_what_they_require() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8").split("# what those", 1)
+    pinned, required = (
+        [Requirement(line) for line in part.splitlines()[1:] if line and not line.startswith("#")]
+        for part in lines
+    )
+    versions = {}
+    for each in (*pinned, *required):
+        (pin,) = each.specifier
+        assert pin.operator == "==", each
+        assert canonicalize_name(each.name) not in versions, each
+        versions[canonicalize_name(each.name)] = pin.version
+    bounds = lower_bounds()
+    assert [each.name for each in pinned] == sorted((x.name for x in pinned), key=str.lower)
+    assert {
+        canonicalize_name(each.name): versions[canonicalize_name(each.name)] for each in pinned
+    } == bounds
+
+
+UNREACHED = re.compile(
+    r"NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|NameResolutionError|SSLError"
+    r"|Connection (?:refused|reset|aborted|broken)|name resolution"
+)
+"""What pip says of an index that it can't reach; a conflict of versions is none of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the oldest set is of Python 3.11")
+def test_a_study_comes_to_its_verdict_beside_the_oldest_versions(
+    wheel: Path, tmp_path: Path
+) -> None:
+    if shutil.disk_usage(tmp_path).free < 10 * 2**30:
+        pytest.skip("the oldest set, with torch's CUDA build, may take 10 GB of disk")
+    # not in a folder that pytest keeps for later
+    with tempfile.TemporaryDirectory(dir=tmp_path) as place:
+        folder = Path(place)
+        venv.create(folder / "env", with_pip=True, symlinks=True)
+        python, stability = folder / "env" / "bin" / "python", folder / "env" / "bin" / "stability"
+        oldest = ["-c", ROOT / "constraints-oldest.txt", "--no-cache-dir", "--retries", "1"]
+        ended = done(python, "-m", "pip", "install", *oldest, wheel, cwd=folder)
+        said = ended.stdout + ended.stderr
+        if ended.returncode and UNREACHED.search(said):
+            pytest.skip(f"no package index is reached: {said.splitlines()[-1]}")
+        assert ended.returncode == 0, said
+        run(python, "-m", "pip", "check", cwd=folder)
+        run(stability, "init", "--template", "kernel", cwd=folder)
+        study = folder / "study.yaml"
+        study.write_text(in_short(study.read_text(encoding="utf-8")), encoding="utf-8")
+        run(stability, "run", "study.yaml", cwd=folder)
+        judged = run(stability, "verdict", "runs/my_kernel", cwd=folder, code=3)
+        assert "mine INCONCLUSIVE. It has 1 of the 3 seeds of the first look" in judged
+        run(stability, "report", "runs/my_kernel", cwd=folder)
+        run(stability, "verify", "runs/my_kernel", cwd=folder)
+        manifest = folder / "runs" / "my_kernel" / "mine" / "seed-0" / "manifest.json"
+        environment = json.loads(manifest.read_text(encoding="utf-8"))["environment"]
+        bounds = lower_bounds()
+        for name in ("lightning", "numpy", "torch"):
+            ran = Version(environment[f"package.{name}"])
+            assert Version(ran.base_version) == Version(bounds[name]), name

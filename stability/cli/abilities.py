@@ -34,6 +34,7 @@ def abilities(device: str, gpus: int) -> list[Ability]:
         Ability("layouts over ranks", gpus > 1 or cores > 1, ranks),
         _command("--executor slurm", "sbatch", "submitit", "slurm"),
         _package("--executor ray", "ray", "ray"),
+        _package("files at s3://", "s3fs", "s3"),
         _package("Hugging Face models", "transformers", "transformers"),
         _package("stability workspace", "wandb_workspaces", "workspace"),
     ]

@@ -1,10 +1,12 @@
 """`stability adopt NAME=FOLDER ...`: make a study of series of checkpoints that exist already."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from stability.cli.output import HOLDS, print_line
+from stability.records.object_store import at_hand, is_url, shown_url
 
 __all__ = ["adopt", "option_help", "split_options"]
 
@@ -22,7 +24,8 @@ def adopt(
 
     Each folder holds checkpoints with their step in the name: Hugging Face folders, safetensors,
     Lightning's, what torch.save wrote, or folders of torch.distributed.checkpoint. One series is
-    called `baseline`. What checkpoints can't prove of the pair contract is said to be declared or
+    called `baseline`. A folder may be a URL in an object store, such as s3://bucket/folder. What
+    checkpoints can't prove of the pair contract is said to be declared or
     unknown.
 
     Args:
@@ -38,17 +41,22 @@ def adopt(
     from stability.study import adopt as adoption
 
     given = words or {}
-    folders = {name: Path(folder) for name, folder in given.get("series", {}).items()}
-    planned = adoption.plan_adoption(folders, given.get("--rename"))
-    adopted = adoption.adopt(
-        planned,
-        out,
-        study,
-        seed,
-        changes=given.get("--change"),
-        roles=given.get("--role"),
-        question=question,
-    )
+    series = given.get("series", {})
+    with ExitStack() as copies:
+        folders = {
+            name: copies.enter_context(at_hand(place, print_line)) for name, place in series.items()
+        }
+        planned = adoption.plan_adoption(folders, given.get("--rename"))
+        adopted = adoption.adopt(
+            planned,
+            out,
+            study,
+            seed,
+            changes=given.get("--change"),
+            roles=given.get("--role"),
+            question=question,
+            urls={name: shown_url(place) for name, place in series.items() if is_url(place)},
+        )
     steps = planned.steps
     print_line(
         f"{study}, seed {seed}: {len(planned.series)} arms, {_steps_text(steps)}, "

@@ -1,19 +1,21 @@
 """`stability compare`: how far apart two sets of weights on disk are, whatever holds them."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from stability.cli.output import HOLDS, print_json
+from stability.cli.output import HOLDS, print_json, print_line
 from stability.cli.retrained import with_snapshot
+from stability.records.object_store import at_hand, is_url, shown_url
 from stability.records.paths import RunPaths, check_exists, is_run
 
 __all__ = ["compare"]
 
 
 def compare(
-    a: Path,
-    b: Path,
+    a: str,
+    b: str,
     step: int | None = None,
     top: int = 20,
     retrain: bool = False,
@@ -24,10 +26,11 @@ def compare(
     Each is the folder of a run, a snapshot or another safetensors file, a Lightning checkpoint, a
     Hugging Face folder, a state dict of torch.save (.pt, .pth, .bin), or a folder that
     torch.distributed.checkpoint wrote (torchtitan, FSDP, Megatron's torch_dist), from any number of
-    ranks. Parameters are matched by name; what can't be compared is listed. Any two may be
-    compared: of two runs the first line says whether they keep the pair contract, with `b` as the
-    baseline, as far as their small records tell; `stability verify B A` holds every file against
-    its checksum too.
+    ranks; or the URL of such a file or folder in an object store, such as
+    s3://bucket/model.safetensors. Parameters are matched by name; what can't be compared is listed.
+    Any two may be compared: of two runs the first line says whether they keep the pair contract,
+    with `b` as the baseline, as far as their small records tell; `stability verify B A` holds every
+    file against its checksum too.
 
     Where the study's keep has dropped a snapshot the answer comes from sketches of the weights: the
     L2 distance and the cosine of all of them together, to 0.3 %, and whether they are equal.
@@ -43,8 +46,31 @@ def compare(
     """
     if top < 0:
         raise ValueError(f"compare: top must be >= 0, got {top}; 0 shows the pooled weights alone")
-    for path in (a, b):
-        check_exists(path)
+    say = None if json else print_line
+    with at_hand(a, say) as first, at_hand(b, say) as second:
+        urls = {path: url for path, url in ((first, a), (second, b)) if is_url(url)}
+        for path, url in urls.items():
+            if is_run(path):
+                raise ValueError(
+                    f"compare: a URL must be of weights, got that of a run, {shown_url(url)}; name "
+                    "a snapshot in it"
+                )
+        for path in (first, second):
+            check_exists(path)
+        return _compare(first, second, urls, step, top, retrain=retrain, json=json)
+
+
+def _compare(
+    a: Path,
+    b: Path,
+    urls: Mapping[Path, str],
+    step: int | None,
+    top: int,
+    *,
+    retrain: bool,
+    json: bool,
+) -> int:
+    """Compare what is on this disk; `urls` says which of both is a copy, and of what."""
     runs = [path for path in (a, b) if is_run(path)]
     if step is not None and not runs:
         raise ValueError(f"compare: step must be left out, got {step}; neither is a run: {a}, {b}")
@@ -64,7 +90,10 @@ def compare(
     from stability.records.weight_files import open_weights
     from stability.report.terminal.pairs import print_comparison
 
-    opened = (open_weights(*each) for each in zip((a, b), steps, strict=True))
+    opened = [open_weights(*each) for each in zip((a, b), steps, strict=True)]
+    for weights, path in zip(opened, (a, b), strict=True):
+        if path in urls:
+            weights.label = weights.label.replace(str(path), shown_url(urls[path]))
     compared = compare_weights(*opened)
     if json:
         print_json({**compared.to_dict(), **({"contract": contract} if contract else {})})

@@ -18,7 +18,8 @@ from stability.cli.output import (
     print_line,
 )
 from stability.config.convert import nearest
-from stability.records.bundle import is_bundle
+from stability.records.bundle import SUFFIXES, is_bundle
+from stability.records.object_store import at_hand, is_url, shown_url
 
 if TYPE_CHECKING:
     from stability.analysis.study_proof import StudyProof
@@ -143,7 +144,7 @@ def _shown(judged: "StudyVerdict", arm: str) -> "tuple[ArmVerdict, ...]":
     return shown
 
 
-def verify(first: Path, second: Path | None = None, all: bool = False, json: bool = False) -> int:
+def verify(first: str, second: Path | None = None, all: bool = False, json: bool = False) -> int:
     """Prove from the records that runs may be compared, or show the first thing that says no.
 
     Of a study every pair that was planned is checked: whether both runs are there and are those of
@@ -156,16 +157,23 @@ def verify(first: Path, second: Path | None = None, all: bool = False, json: boo
 
     Args:
         first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder, or
-            the file that `stability export` makes of one
+            the file that `stability export` makes of one, which may be a URL in an object store,
+            such as s3://bucket/path.tar.gz
         second: the run it is paired with; none with a study, where every pair is proven
         all: compute every drift anew, not one of each pair drawn at random
         json: print the proof as JSON
     """
-    if second is None and is_bundle(first):
-        return _verify_bundle(first, every_drift=all, json=json)
-    if second is None:
-        return _verify_study(first, every_drift=all, json=json)
-    return _verify_runs(first, second, every_drift=all, json=json)
+    if is_url(first) and (second is not None or not first.endswith(SUFFIXES)):
+        raise ValueError(
+            f"verify: a URL must be of what `stability export` writes, which ends in "
+            f"{' or '.join(SUFFIXES)}, got {shown_url(first)}"
+        )
+    with at_hand(first, None if json else print_line) as path:
+        if second is None and is_bundle(path):
+            return _verify_bundle(path, every_drift=all, json=json)
+        if second is None:
+            return _verify_study(path, every_drift=all, json=json)
+        return _verify_runs(path, second, every_drift=all, json=json)
 
 
 def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) -> int:

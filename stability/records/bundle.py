@@ -19,9 +19,11 @@ from pathlib import Path, PurePosixPath
 from stability.records.atomic_files import make_folders, write_whole
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
 
-__all__ = ["BUNDLE_SUFFIX", "Bundle", "is_bundle", "opened_bundle", "write_bundle"]
+__all__ = ["BUNDLE_SUFFIX", "SUFFIXES", "Bundle", "is_bundle", "opened_bundle", "write_bundle"]
 
 BUNDLE_SUFFIX = ".bundle.tar.gz"
+SUFFIXES = (".tar.gz", ".tgz")
+"""What the name of a bundle ends in."""
 CONTENTS = "bundle.json"
 
 
@@ -36,9 +38,6 @@ class Bundle:
     """The SHA-256 of each file by its name in the study's folder."""
     weights: str
     """`all` that was kept, or `none`: snapshots after step 0 were left out, their sketches not."""
-
-
-SUFFIXES = (".tar.gz", ".tgz")
 
 
 def is_bundle(path: Path) -> bool:

@@ -121,11 +121,13 @@ def adopt(
     changes: Mapping[str, str] | None = None,
     roles: Mapping[str, str] | None = None,
     question: str = "",
+    urls: Mapping[str, str] | None = None,
 ) -> Adopted:
     """Write the study's records, and return how each part of the pair contract stands.
 
-    `changes` says by arm what it declares to differ in, `roles` what it is there for. ValueError
-    for an arm that is not there, a role that can't be, or a folder that holds another run.
+    `changes` says by arm what it declares to differ in, `roles` what it is there for, and `urls`
+    where a series is of which the disk has a copy. ValueError for an arm that is not there, a role
+    that can't be, or a folder that holds another run.
     """
     check_name(study, Place(source="adopt: study"), ())
     told = dict(changes or {})
@@ -149,7 +151,7 @@ def adopt(
     ]
     for run in runs:
         check_free(run)
-    low = [_write(adoption, run, starts[run.arm]) for run in runs]
+    low = [_write(adoption, run, starts[run.arm], (urls or {}).get(run.arm, "")) for run in runs]
     notes = [*adoption.notes, *measure_study(runs[0]), *(note for note in low if note)]
     return Adopted(folder=out / study, contract=_contract(adoption, starts, told), notes=notes)
 
@@ -191,14 +193,15 @@ def _config(adoption: Adoption, change: str, *, is_other_start: bool) -> dict[st
     )
 
 
-def _write(adoption: Adoption, run: ForeignRun, start: str) -> str:
+def _write(adoption: Adoption, run: ForeignRun, start: str, url: str) -> str:
     """Write the record of one series; return what there is to say of its dtypes."""
     names, places = adoption.names[run.arm], adoption.series[run.arm]
     dtypes = {str(x).removeprefix("torch.") for x in _dtypes(places[adoption.steps[0]], names)}
     low = sorted(dtype for dtype in dtypes if dtype.startswith(_LOW))
     said = f"{run.arm} is stored in {', '.join(low)}, which hides what is below its last place"
     with locked(run.paths):
-        files = RunFiles(run.paths, _manifest(adoption, run, start, said if low else ""))
+        place = url or str(places[adoption.steps[-1]].parent.resolve())
+        files = RunFiles(run.paths, _manifest(adoption, run, place, start, said if low else ""))
         files.update()
         state = {}
         with writing(run, files, lambda step: None) as writer:
@@ -210,7 +213,7 @@ def _write(adoption: Adoption, run: ForeignRun, start: str) -> str:
     return said if low else ""
 
 
-def _manifest(adoption: Adoption, run: ForeignRun, start: str, said: str) -> Manifest:
+def _manifest(adoption: Adoption, run: ForeignRun, place: str, start: str, said: str) -> Manifest:
     return Manifest(
         study=run.study,
         arm=run.arm,
@@ -220,7 +223,7 @@ def _manifest(adoption: Adoption, run: ForeignRun, start: str, said: str) -> Man
         diff={path: list(values) for path, values in run.diff.items()},
         environment={},
         resolved={
-            "folder": str(adoption.series[run.arm][adoption.steps[-1]].parent.resolve()),
+            "folder": place,
             "names": sorted(adoption.names[run.arm]),
             "models": [],
             "ranks": 1,

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -236,3 +237,27 @@ def test_runs_without_a_common_snapshot_name_their_steps(refused, tmp_path):
     assert "nearest: 1, 2" in refused(a, b, "--step", 3)
     RunFiles.unnamed(tmp_path / "new").update()
     assert "must have snapshots, got none" in refused(tmp_path / "new", a)
+
+
+def test_weights_in_an_object_store_are_compared_by_their_urls(tmp_path, shown, refused):
+    folder = tmp_path / "b"
+    folder.mkdir()
+    save_file(_state(), tmp_path / "a.safetensors")
+    save_file(_state(0.01), folder / "model.safetensors")
+    store = fsspec.filesystem("memory")
+    store.put(f"{tmp_path}/", "/weights/", recursive=True)
+    urls = ["memory://weights/a.safetensors", "memory://weights/b"]
+    here = json.loads(shown(tmp_path / "a.safetensors", folder, "--json"))
+    found = json.loads(shown(*urls, "--json"))
+    assert found["drift"] == here["drift"]
+    assert [found["a"], found["b"]] == urls
+    told = shown(tmp_path / "a.safetensors", urls[1])
+    assert "memory://weights/b: 1 file, 0.0 MB, to be copied to " in told
+    store.pipe("/weights/torn.safetensors", b"torn")
+    assert "stability: memory://weights/torn.safetensors: must be a whole safetensors" in refused(
+        "memory://weights/torn.safetensors", urls[1]
+    )
+    run = _run(tmp_path / "run", [0])
+    store.put(f"{run}/", "/weights/run/", recursive=True)
+    said = "compare: a URL must be of weights, got that of a run, memory://weights/run; name a"
+    assert said in refused("memory://weights/run", urls[1])

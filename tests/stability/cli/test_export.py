@@ -8,6 +8,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -88,6 +89,40 @@ def test_by_default_it_lies_beside_the_study_and_says_how_it_is_checked(study, c
     assert "elsewhere: stability verify tiny.bundle.tar.gz" in said
     assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 0
     assert "files as they were listed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_an_object_store_takes_a_bundle_and_gives_it_back_to_be_verified(trained, capsys):
+    url = "memory://bundles/tiny.tar.gz"
+    assert code_of("export", trained, "--to", url) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{url}: ")
+    assert f"elsewhere: stability verify {url}\n" in said
+    assert code_of("verify", url) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{url}: 1 file, ")
+    assert "\ntiny.tar.gz: " in said
+    assert code_of("verify", url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["hold"] > 0
+
+
+def test_a_bundle_that_is_torn_in_its_store_is_named_by_its_url(capsys):
+    fsspec.filesystem("memory").pipe("/bundles/torn.tar.gz", b"torn")
+    assert code_of("verify", "memory://bundles/torn.tar.gz") == 2
+    said = "stability: memory://bundles/torn.tar.gz: must be a whole bundle"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_url_that_holds_no_bundle_is_refused_unread(capsys):
+    for words in (["memory://x/runs/mine"], ["memory://x/a.tar.gz", "runs/b"]):
+        assert code_of("verify", *words) == 2
+        said = "verify: a URL must be of what `stability export` writes, which ends in .tar.gz or "
+        assert said in capsys.readouterr().err
+
+
+def test_a_study_that_is_not_there_is_named(tmp_path, capsys):
+    assert code_of("export", tmp_path / "runs" / "mine") == 2
+    assert "runs/mine: must exist; nearest: no folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

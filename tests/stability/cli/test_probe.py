@@ -214,7 +214,7 @@ def test_where_the_page_lies_is_printed_as_it_stands(folders, tmp_path, capsys):
         ),
         (["--model", ""], "model must be given, as --model"),
         (["--tokenizer", "nothing"], "'nothing' is neither bytes, a tokenizer.json"),
-        (["--overhead", "3"], "unrecognized arguments"),
+        (["--overhead", "3"], "nrecognized arguments: --overhead"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(folders, tmp_path, capsys, words, message):

@@ -27,7 +27,7 @@ def test_the_dependencies_are_those_of_the_project():
     project = content["project"]
     listed = [*project["dependencies"], *content["build-system"]["requires"]]
     listed += [each for extra in project["optional-dependencies"].values() for each in extra]
-    matches = (re.match(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?", each) for each in listed)
+    matches = (re.match(r"[A-Za-z0-9._-]+(\[[a-z0-9,]+\])?", each) for each in listed)
     names = {match.group() for match in matches if match}
     assert set(DEPENDENCIES) == {name for name in names if "training-stability" not in name}
     assert list(DEPENDENCIES) == sorted(DEPENDENCIES)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[3]
 def test_it_is_json_and_says_what_decides_the_bits():
     found = environment()
     assert json.loads(json.dumps(found)) == found == environment()
-    assert found["package.torch"] == torch.__version__
+    assert found["package.torch"] == metadata.version("torch")
     assert found["threads"] == torch.get_num_threads()
     assert found["cpu"]
     assert found["simd"] == torch.backends.cpu.get_cpu_capability()

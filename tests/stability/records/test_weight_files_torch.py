@@ -41,8 +41,12 @@ def test_every_tensor_comes_back_with_its_name_and_bits(tmp_path, wrap):
     assert file.others == {}
 
 
-# torch 2.13 deprecates making and reading qint8
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning", "ignore:TypedStorage:UserWarning")
+# torch 2.13 deprecates making and reading qint8; 2.11 tells of checks that it leaves out
+@pytest.mark.filterwarnings(
+    "ignore:.*quantize:UserWarning",
+    "ignore:TypedStorage:UserWarning",
+    "ignore:Sparse invariant checks:UserWarning",
+)
 def test_what_is_no_tensor_with_values_is_described_not_read(tmp_path):
     state = {
         "w": torch.ones(2),

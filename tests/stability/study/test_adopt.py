@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from lightning import LightningModule, Trainer
@@ -355,3 +356,21 @@ def test_checkpoints_that_lightning_writes_are_compared_with_bare_ones(tmp_path:
         expected = [drift(states_of[step], a[step])["all"]["rel_l2"] for step in (2, 4)]
         assert found.values == expected
         assert (max(found.values) == 0) == (arm == "bare")
+
+
+def test_series_in_an_object_store_are_adopted_and_their_urls_are_on_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = as_folders(tmp_path / "baseline", states())
+    there = as_folders(tmp_path / "other", states(1.5))
+    fsspec.filesystem("memory").put(f"{there}/", "/series/other/", recursive=True)
+    code = adopted(tmp_path, f"baseline={here}", "candidate=memory://series/other")
+    assert code == 0
+    assert "memory://series/other: 6 files, " in capsys.readouterr().out
+    found = {
+        arm: read_manifest(RunPaths.for_run(tmp_path / "runs" / "mine", arm, 0).manifest).resolved
+        for arm in ("baseline", "candidate")
+    }
+    assert found["baseline"]["folder"] == str(here)
+    assert found["candidate"]["folder"] == "memory://series/other"
+    assert code_of("show", str(tmp_path / "runs" / "mine")) == 0
