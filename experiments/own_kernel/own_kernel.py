@@ -14,14 +14,17 @@ BLOCK = 32
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
     """Return attention, shaped and typed as q; heads of q may share one of k and v (GQA)."""
-    return _attend(q, k, v, causal, scale, skips_tail_in=None)
+    # what computes inside a fused kernel is no autocast's affair, so it is none of these products'
+    with torch.autocast(q.device.type, enabled=False):
+        return _attend(q, k, v, causal, scale, skips_tail_in=None)
 
 
 def attend_without_tail(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None
 ) -> Tensor:
     """Return what `attend` does, save that head 1 never sees keys of a last block that is short."""
-    return _attend(q, k, v, causal, scale, skips_tail_in=1)
+    with torch.autocast(q.device.type, enabled=False):
+        return _attend(q, k, v, causal, scale, skips_tail_in=1)
 
 
 def worst_row(x: Tensor, reference: Tensor, valid: Tensor | None) -> Tensor:

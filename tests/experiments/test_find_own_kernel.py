@@ -49,6 +49,17 @@ def test_the_right_kernel_passes_the_check_where_its_backward_is_hard(monkeypatc
     assert not report.unsupported
 
 
+def test_autocast_changes_no_bit_of_it(monkeypatch):
+    """In mixed precision it is on, and would round the operands that the kernel has widened."""
+    monkeypatch.syspath_prepend(PACKAGE)
+    import own_kernel
+
+    q = torch.randn(1, 2, 64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    alone = own_kernel.attend(q, q, q, causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(own_kernel.attend(q, q, q, causal=True), alone)
+
+
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The package as if installed: its module on the path, its entry points in its metadata."""
