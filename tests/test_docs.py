@@ -1,13 +1,16 @@
 """docs/architecture.md and docs/chaos.md show the files, contracts and records of today."""
 
+import json
 import re
 import runpy
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+RECORDS = sorted((ROOT / "experiments" / "results").glob("*.cpu.json"))
 PATHS = sorted(set(re.findall(r"`((?:[a-z_0-9-]+/)+(?:[A-Za-z_0-9-]+\.[a-z]+)?)`", PAGE)))
 
 
@@ -62,3 +65,12 @@ def test_the_table_of_chaos_is_that_of_its_record():
     nudge, fa2 = drifts["1-ULP nudge"], drifts["flash, fa2"]
     assert round(nudge[1] / nudge[0]) == 94
     assert round(nudge[200] / fa2[200], 1) == 1.1
+
+
+def test_the_readme_counts_what_the_records_of_experiments_decide():
+    records = [json.loads(path.read_text()) for path in RECORDS]
+    found = Counter(x["decision"] for each in records for x in each["tests"] if not x["control"])
+    said = f"{found['holds']} hold, {found['refuted']} refuted, {found['undecided']} undecided"
+    readme = (ROOT / "README.md").read_text()
+    assert f"what {len(records)} published claims state" in readme
+    assert f"| {said} |" in readme

@@ -212,7 +212,7 @@ def tells_enough(policy: PolicyConfig, tries: int, ratios: Sequence[float]) -> b
 
 
 def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
-    """Return what the study's own intervals exclude: the harms that would have been seen.
+    """Return what the study's own intervals exclude, as the end of a sentence.
 
     Each is the far end of an interval, so what the candidate may still hide; empty where no level
     has one.

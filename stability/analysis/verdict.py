@@ -336,7 +336,7 @@ def _outcome(
     if blind or unseen:
         return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
     shown = would_have_shown(levels)
-    seen = f"; it would have shown {shown}" if shown else ""
+    seen = f"; its intervals exclude {shown}" if shown else ""
     return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{unproven_clause(needed)}"
 
 

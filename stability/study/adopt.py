@@ -5,6 +5,7 @@ and whether both start from the same bits. What else the pair contract asks is d
 or unknown, and both are said. Leaves out how a file of weights is read (`records.weight_files`).
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from stability.records.weight_files import (
     tied_names,
 )
 from stability.study.foreign import measure_study, write_study, writing
+from stability.study.foreign_checks import check_final
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
 from stability.study.run import locked
 
@@ -151,6 +153,10 @@ def adopt(
     ]
     for run in runs:
         check_free(run)
+        last = adoption.series[run.arm][adoption.steps[-1]]
+        names = adoption.names[run.arm]
+        final = functools.partial(_final_hash, last, names)
+        check_final(run, final, f"{run.arm} needs the folder of its own seed, got {last.parent}")
     low = [_write(adoption, run, starts[run.arm], (urls or {}).get(run.arm, "")) for run in runs]
     notes = [*adoption.notes, *measure_study(runs[0]), *(note for note in low if note)]
     return Adopted(folder=out / study, contract=_contract(adoption, starts, told), notes=notes)
@@ -211,6 +217,10 @@ def _write(adoption: Adoption, run: ForeignRun, start: str, url: str) -> str:
             writer.ended(hash_state(state))
     write_study(run, run.config)
     return said if low else ""
+
+
+def _final_hash(place: Path, names: Mapping[str, str]) -> str:
+    return hash_state(_state(place, names))
 
 
 def _manifest(adoption: Adoption, run: ForeignRun, place: str, start: str, said: str) -> Manifest:

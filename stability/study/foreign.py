@@ -283,7 +283,7 @@ def _write(
     if writer.batches:
         check_same_batches(run, spooled.step)
     final = hash_state(state)
-    check_final(run, final)
+    check_final(run, lambda: final)
     _note(files, rerun_notes(run, final))
     writer.ended(final)
     write_study(run, files.manifest.config)

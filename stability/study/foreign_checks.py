@@ -4,6 +4,7 @@ Each check raises a ValueError of one sentence. Leaves out what two runs must ha
 (`pair_contract`) and the plan (`foreign_plan`).
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from stability.analysis.pair_contract import (
@@ -101,16 +102,23 @@ def check_nudge(run: ForeignRun, spooled: Spooled) -> None:
         )
 
 
-def check_final(run: ForeignRun, final: str) -> None:
-    """ValueError if another seed of the arm ended in the same weights, whatever it was given."""
+def check_final(
+    run: ForeignRun,
+    final: Callable[[], str],
+    advice: str = "the command does not take its seed; put {seed} into it",
+) -> None:
+    """ValueError if another seed of the arm ended in the same weights, whatever it was given.
+
+    `final` gives their hash, and is asked only where there is another seed.
+    """
     for other in list_runs(run.folder):
         if other.arm != run.arm or other.seed == run.seed or not other.manifest.exists():
             continue
         manifest = read_manifest(other.manifest)
-        if manifest.state in ENDED and manifest.hashes.get("final_weights") == final:
+        if manifest.state in ENDED and manifest.hashes.get("final_weights") == final():
             raise ValueError(
                 f"seed {run.seed} must be another run than seed {other.seed}, ends in the same "
-                "weights: the command does not take its seed; put {seed} into it"
+                f"weights: {advice}"
             )
 
 

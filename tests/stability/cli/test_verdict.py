@@ -112,4 +112,4 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, runs, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["verdict", str(runs["baseline"].manifest)])
     assert caught.value.code == 2
-    assert "must be a file that can be read: Not a directory" in capsys.readouterr().err
+    assert f"nearest: {tmp_path / 'tiny'}" in capsys.readouterr().err

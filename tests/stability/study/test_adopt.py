@@ -305,9 +305,28 @@ def test_the_verdict_asks_nothing_of_checkpoints_that_they_cannot_give(
     assert "adopt such a series with `--role NAME=reference`" in said
     assert "held_out:" not in said
     # and so it can be done
-    assert adopted(tmp_path, *words, "--role", "x=reference", seed=1) == 0
+    other = [
+        f"baseline={as_folders(tmp_path / 'c', states(1.2, (0, 20)))}",
+        f"x={as_folders(tmp_path / 'd', states(1.7, (0, 20)))}",
+    ]
+    assert adopted(tmp_path, *other, "--role", "x=reference", seed=1) == 0
     higher = RunPaths.for_run(tmp_path / "runs" / "mine", "x", 1)
     assert read_manifest(higher.manifest).role == "reference"
+
+
+def test_the_series_of_one_seed_do_not_count_as_another_seed_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"baseline={as_folders(tmp_path / 'a', states())}",
+        f"x={as_folders(tmp_path / 'b', states(1.5))}",
+    ]
+    assert adopted(tmp_path, *words) == 0
+    assert adopted(tmp_path, *words, seed=1) == 2
+    said = capsys.readouterr().err
+    assert "seed 1 must be another run than seed 0, ends in the same weights" in said
+    assert "baseline needs the folder of its own seed, got" in said
+    assert not RunPaths.for_run(tmp_path / "runs" / "mine", "baseline", 1).manifest.exists()
 
 
 class _Wrapped(LightningModule):

@@ -319,7 +319,7 @@ def test_a_study_of_commands_comes_to_a_verdict_and_to_wandb(
         "training": "holds",
         "outcome": "holds",
     }
-    assert "it would have shown E" in tiny["sentence"]
+    assert "its intervals exclude E" in tiny["sentence"]
     broken = next(arm for arm in verdict["arms"] if arm["arm"] == "broken")
     assert broken["answer"] == "FAIL, as it must"
     assert not (study / "wandb").exists()
