@@ -51,6 +51,7 @@ from stability.config.axes import (
 )
 from stability.config.commands import is_adopted, is_command
 from stability.config.diff import RunConfig, are_same, diff, hash_without, leaves, recorded_config
+from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE, Role
 from stability.records.identity import is_compared
 from stability.records.manifest import ENDED, Manifest, read_manifest
@@ -128,7 +129,10 @@ def recorded_axis(
 ) -> str:
     """Return the axis of an arm by its `differences`, as `axis_of`; `place` opens an error."""
     axes = axes_of(differences, change)
-    is_many = len(axes) > 1 and not change and (allow_many or role == "reference")
+    # a reference changes what is more exact and nothing else: one that trains otherwise is so far
+    # away that every arm seems as far from it as the baseline
+    is_higher = role == "reference" and all(axis in REFERENCE_AXES for axis in axes)
+    is_many = len(axes) > 1 and not change and (allow_many or is_higher)
     said = fixed_problem(differences)
     said = said or ("" if is_many else change_problem(differences, change))
     if said:

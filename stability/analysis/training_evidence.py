@@ -124,6 +124,16 @@ def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
             f"there is no reference, {what} one precision higher, to measure errors from",
             advice(study, "reference"),
         )
+    references = [arm for arm in study.arms if arm.role == "reference"]
+    if len(references) > 1:
+        named = " and ".join(arm.name for arm in references)
+        return f"{named} are both references, and which was meant is not on record", (
+            "give one arm of the study that role"
+        )
+    if moved := {*_OTHER_START, "changes.init"} & references[0].diff.keys():
+        return f"{references[0].name} starts from other weights ({', '.join(moved)})", (
+            "let the reference start as the baseline does"
+        )
     if not any(arm.role == "nudge" for arm in study.arms):
         return (
             "there is no nudge to show what chaos alone does",

@@ -18,6 +18,7 @@ from stability.config.precision import precision_change, with_precision_text
 from stability.config.roles import (
     as_reference,
     check_end,
+    check_one_reference,
     given_change,
     given_role,
     given_until,
@@ -87,12 +88,9 @@ def expand(study: StudyConfig, root: Place | None = None) -> list[Arm]:
     arms = []
     for name, entry in study.arms.items():
         place = root.at("arms").at(name) if root else Place(source=f"arms.{name}")
-        arms.append(_arm(study, name, entry, place))
-        first = next(arm for arm in arms if arm.role == arms[-1].role)
-        if arms[-1].role == "reference" and first is not arms[-1]:
-            raise place.at("role").error(
-                f"must be reference in one arm of a study, and {first.name} is one"
-            )
+        arm = _arm(study, name, entry, place)
+        check_one_reference(arm.role, arms, place)
+        arms.append(arm)
     return sorted(arms, key=lambda arm: arm.name != BASELINE)
 
 

@@ -28,7 +28,13 @@ from stability.config.load import (
     with_overrides,
 )
 from stability.config.masking import masked_values, secrets_in
-from stability.config.roles import given_change, given_role, overrides_of, role_of
+from stability.config.roles import (
+    check_one_reference,
+    given_change,
+    given_role,
+    overrides_of,
+    role_of,
+)
 from stability.config.schema import NudgeConfig, Role, require
 from stability.config.study import PolicyConfig
 
@@ -254,12 +260,14 @@ def expand_commands(study: CommandStudy, root: Place | None = None) -> list[Comm
             raise place.at("until").error("must not be given: commands train to their end")
         config = from_mapping(CommandConfig, merge(to_dict(study.base), overrides_of(entry)), place)
         differences = diff(base, config.recorded())
+        role = role_of(given, name, differences, study.yardstick, place)
+        check_one_reference(role, arms, place)
         arms.append(
             CommandArm(
                 name=name,
                 config=config,
                 diff=differences,
-                role=role_of(given, name, differences, study.yardstick, place),
+                role=role,
                 change=given_change(entry, place),
             )
         )

@@ -16,7 +16,7 @@ roles:
 Leaves out which differences make a pair (`analysis.pair_contract`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -35,6 +35,7 @@ __all__ = [
     "REFERENCE_AXES",
     "as_reference",
     "check_end",
+    "check_one_reference",
     "default_role",
     "given_change",
     "given_role",
@@ -193,6 +194,15 @@ def role_of(
     if problem:
         raise place.at("role").error(problem)
     return role
+
+
+def check_one_reference(role: Role, arms: Iterable[Any], place: Place) -> None:
+    """ConfigError if an arm of this role is a second reference beside `arms`, which have roles."""
+    first = next((arm for arm in arms if arm.role == role == "reference"), None)
+    if first is not None:
+        raise place.at("role").error(
+            f"must be reference in one arm of a study, and {first.name} is one"
+        )
 
 
 def _may_be_higher(axis: str) -> bool:

@@ -87,6 +87,13 @@ def test_an_arm_is_what_it_lays_over_the_base(tmp_path: Path) -> None:
     assert baseline.config.recorded()["train"]["snapshot_steps"] == [1, 2, 5, 10, 20, 30]
 
 
+def test_a_study_of_commands_has_one_reference(tmp_path: Path) -> None:
+    fp32 = {"role": "reference", "flags": {"bf16": False}}
+    path = written(tmp_path, arms={"fp32": fp32, "again": fp32})
+    with pytest.raises(ConfigError, match="must be reference in one arm of a study, and fp32 is"):
+        expand_commands(load_command_study(path))
+
+
 def test_overrides_lie_over_the_base(tmp_path: Path) -> None:
     study = load_command_study(written(tmp_path), {"train.steps": "7", "flags.lr": "1e-3"})
     assert (study.base.train.steps, study.base.flags["lr"]) == (7, 1e-3)
