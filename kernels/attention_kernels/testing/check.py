@@ -31,7 +31,7 @@ from attention_kernels.testing.cells import (
     not_looked_at,
 )
 from attention_kernels.testing.cells import reference as drawn_reference
-from attention_kernels.testing.devices import CPU, called_on, device_name, usable_device
+from attention_kernels.testing.devices import CPU, called_on, device_name, usable_device, wait_for
 from attention_kernels.testing.diagnosis import Diagnosis, diagnose
 from attention_kernels.testing.dropped_weights import dropout_findings
 from attention_kernels.testing.formula import RESULTS
@@ -96,13 +96,18 @@ class CheckReport:
             return f"{self.name}: nothing was looked at: {why}"
         if self.findings:
             first = self.findings[0]
-            return f"{self.name} FAILS at {', '.join(first.dtypes)}: {first.sentence}"
+            at = f"{', '.join(first.dtypes)}{self._place}"
+            return f"{self.name} FAILS at {at}: {first.sentence}"
         looked_at = [x for x in self.dtypes if any(row["dtype"] == x for row in self.statistics)]
         said = f"{self.name} passes {self.kind} at {', '.join(looked_at)} in {self.cells} cells"
-        said += "" if self.device == CPU else f" on {device_name(self.device)}"
+        said += self._place
         refused = refusals_in_words(self.unsupported, self.plain_refused)
         left_out = f"; not looked at: {self.not_looked_at}" if self.not_looked_at else ""
         return f"{said}{refused}{left_out}"
+
+    @property
+    def _place(self) -> str:
+        return "" if self.device == CPU else f" on {device_name(self.device)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -211,6 +216,12 @@ def _of_further_calls(
                 limit=LIMIT,
             )
         )
+    try:
+        wait_for(report.device)
+    except RuntimeError as error:  # no refusal: a GPU that has faulted raises at every call
+        reason = (str(error).strip().splitlines() or [""])[0]
+        said = f"breaks the GPU where a mask is trained or dropout is on: {reason}"
+        findings.append(Finding(what="raises", noun="out", sentence=said, dtypes=(format,)))
     return findings
 
 

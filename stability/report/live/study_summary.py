@@ -36,8 +36,8 @@ __all__ = [
 
 STATE_WORDS: dict[str, str] = {"missing": "to come"}
 """What is said of runs in a state, where that is not its name: none of these has been lost."""
-UNFINISHED = "the command that trained it goes on from here"
-FAILED = "its page has each run's error; the command that trained it tries those runs again"
+UNFINISHED = "the same command again goes on from here"
+FAILED = "its page has each run's error; the same command again tries those runs anew"
 NAMED = 2
 """How many of the runs in training are named; the others are counted."""
 EDGE = 4.0

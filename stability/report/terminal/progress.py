@@ -38,6 +38,21 @@ class _Training:
     started: float
     step: int = 0
     loss: float = float("nan")
+    before: float = 0.0
+    """Steps that it had made before, of a run that goes on from a checkpoint."""
+    first: tuple[int, float] | None = None
+    """The first step that was told of, and when."""
+
+    def reach(self, step: int, now: float) -> None:
+        """Take the step that it has reached, and how many were made before by the pace since."""
+        self.step = step
+        if self.first is None:
+            self.first = step, now
+            return
+        at, then = self.first
+        if step > at and now > then:
+            pace = (step - at) / (now - then)
+            self.before = max(0.0, at - pace * (then - self.started))
 
 
 class _Words(ProgressColumn):
@@ -81,6 +96,7 @@ class StudyDisplay:
         self._total = total_runs
         self._done = 0
         self._kept = 0
+        self._before = 0.0
         self._begun: float | None = None
         self._runs: dict[tuple[str, int], _Training] = {}
 
@@ -106,7 +122,8 @@ class StudyDisplay:
     def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
         """Move the run's bar and the study's."""
         run = self._runs[arm, seed]
-        run.step, run.loss = step, loss
+        run.reach(step, time.monotonic())
+        run.loss = loss
         self._progress.update(run.bar, completed=step, note=f"loss {loss:.3f}")
         self._progress.update(self._study, completed=self._reached())
 
@@ -132,6 +149,7 @@ class StudyDisplay:
             note = "already trained, kept"
         elif run is not None:
             self._progress.remove_task(run.bar)
+            self._before += run.before / run.steps
             if state == "finished":
                 note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
         colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
@@ -140,17 +158,22 @@ class StudyDisplay:
 
     def _reached(self) -> float:
         """Return how many runs have been made, those under way in part."""
-        return self._done + sum(each.step / each.steps for each in self._runs.values())
+        under_way = tuple(self._runs.values())  # rich asks from a thread of its own
+        return self._done + sum(each.step / each.steps for each in under_way)
 
     def _left(self, task: Task) -> str:
         """Return the time left of a run, or of all runs until the last has ended."""
         if task.id != self._study:
-            run = next((each for each in self._runs.values() if each.bar == task.id), None)
-            return f"left {_time_left(run.started, run.step, run.steps) if run else UNKNOWN}"
+            under_way = tuple(self._runs.values())
+            run = next((each for each in under_way if each.bar == task.id), None)
+            if run is None:
+                return f"left {UNKNOWN}"
+            return f"left {_time_left(run.started, run.step - run.before, run.steps - run.before)}"
         if self._done == self._total:
             return "measures now"
-        made = self._reached() - self._kept
-        return f"left {_time_left(self._begun, made, self._total - self._kept)}"
+        under_way = tuple(self._runs.values())
+        spared = self._kept + self._before + sum(each.before / each.steps for each in under_way)
+        return f"left {_time_left(self._begun, self._reached() - spared, self._total - spared)}"
 
 
 def _time_left(begun: float | None, made: float, total: float) -> str:

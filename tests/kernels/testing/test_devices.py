@@ -5,12 +5,13 @@ copied there and back.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attention_kernels import PROFILES, flash_attention
-from attention_kernels.testing import check_attention, plant
+from attention_kernels.testing import check, check_attention, plant
 from attention_kernels.testing.calls import Signature, call
 from attention_kernels.testing.cells import QUICK, Cell, reference
 from attention_kernels.testing.devices import called_on, inputs_on, usable_device
@@ -96,6 +97,18 @@ def test_masks_are_trained_there_too():
     usual = list(trained_mask_findings(attend, "causal", torch.float32))
     assert ours == usual
     assert {x.result for x in ours} >= {"out", "dbias"}
+
+
+def test_a_gpu_that_a_further_call_has_broken_is_no_refusal(monkeypatch):
+    def broken(_device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(check, "wait_for", broken)
+    report = check_attention(plain, dtypes=["bf16"], cells=PLAIN[:1])
+    assert not report.passed
+    assert "breaks the GPU where a mask is trained or dropout is on: CUDA error" in report.sentence
+    there = replace(report, device=torch.device("xpu:0"))
+    assert "FAILS at bf16 on XPU:0: breaks" in there.sentence
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -52,7 +52,7 @@ def test_run_whose_process_is_gone_is_stopped(synthetic, tmp_path):
     for study in (read_study(tmp_path), read_study(tmp_path, known=first)):
         found = summary_of_study(study)
         assert found.state == "1 stopped, 6 to come of 7 runs"
-        assert found.next == "the command that trained it goes on from here"
+        assert found.next == "the same command again goes on from here"
         assert found.is_bad
         assert not found.is_running
         assert found.done == pytest.approx(80 / (7 * 200))
@@ -70,7 +70,7 @@ def test_what_failed_is_to_be_read_on_the_page_and_tried_again(synthetic, tmp_pa
     found = summary_of_study(read_study(tmp_path))
     assert found.state == "1 failed, 13 to come of 14 runs"
     assert found.next == (
-        "its page has each run's error; the command that trained it tries those runs again"
+        "its page has each run's error; the same command again tries those runs anew"
     )
 
 

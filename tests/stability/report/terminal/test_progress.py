@@ -69,6 +69,20 @@ def test_the_time_left_is_of_all_runs_with_what_lies_between_them(clock, kept):
     assert max(map(len, (study, run))) <= 80
 
 
+def test_steps_from_before_a_resume_are_not_taken_for_quick_ones(clock):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
+    with StudyDisplay(console, 2) as display:
+        clock[0] = 100.0
+        display.run_started(1, 2, "baseline", 0, 1000)
+        for step in (501, 502, 510):
+            clock[0] = 100.0 + step - 500
+            display.run_advanced("baseline", 0, step, 2.0)
+    study, run = last_frame(file)[-2:]
+    assert run.endswith("left 0:08:10")  # 490 steps, at a second each
+    assert study.endswith("left 0:24:50")  # and another run of a thousand
+
+
 def test_after_the_last_run_it_says_that_it_measures(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
