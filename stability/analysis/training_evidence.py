@@ -28,8 +28,9 @@ from stability.analysis.study_distances import (
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window
-from stability.config.axes import CHANGES_WEIGHTS, touches
+from stability.config.axes import CHANGES_WEIGHTS, axes_of, touches
 from stability.config.commands import is_command
+from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix
@@ -296,7 +297,7 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
-    said += _of_reruns(question) + _of_repetitions(question)
+    said += _of_declared(question) + _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
         said += f" Its predictions are {three_figures(in_predictions)} times as far."
@@ -304,6 +305,15 @@ def _sentence(
         if what == "weights" or question.predictions:
             said += f" By its {what} it {test.sentence}."
     return said
+
+
+def _of_declared(question: _Question) -> str:
+    """Return a sentence where nothing but its name says that the reference is more exact."""
+    arm = question.study.arm(question.reference)
+    if arm is None or all(axis in REFERENCE_AXES for axis in axes_of(arm.diff)):
+        return ""
+    changed = ", ".join(arm.diff)
+    return f" That {arm.name}, which changes {changed}, is more exact is declared, not checked."
 
 
 def _of_reruns(question: _Question) -> str:

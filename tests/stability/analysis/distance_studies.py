@@ -23,6 +23,7 @@ STEPS = (1, 10, 15, 20)
 CHANGES = {
     "attention": {"attention.implementation": ["baseline", "flash"]},
     "precision": {"precision": ["bf16-mixed", "32-true"]},
+    "flags.bf16": {"flags.bf16": [True, None]},
     "nudge": {"nudge.ulps": [0, 1]},
     "seed": {"seed.init_offset": [0, 1000]},
     "none": {},
