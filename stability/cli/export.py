@@ -30,7 +30,7 @@ def export(study: Path, to: str | None = None, weights: bool = False) -> int:
         weights: all snapshots that the study has kept go with it
     """
     from stability.cli.verdict import code_of
-    from stability.records.bundle import BUNDLE_SUFFIX
+    from stability.records.bundle import BUNDLE_SUFFIX, check_suffix
     from stability.records.object_store import is_url, shown_url, written
     from stability.records.paths import check_exists
 
@@ -38,6 +38,7 @@ def export(study: Path, to: str | None = None, weights: bool = False) -> int:
     check_exists(given)
     place = to or str(given.with_name(f"{given.name}{BUNDLE_SUFFIX}"))
     with written(place) as bundle:
+        check_suffix(bundle)  # packing takes long
         packed, proof = _pack(given, bundle, weights=weights)
         size = bundle.stat().st_size / 2**20
     at, name = (shown_url(place),) * 2 if is_url(place) else (str(bundle), bundle.name)

@@ -163,7 +163,7 @@ def verify(first: str, second: Path | None = None, all: bool = False, json: bool
         all: compute every drift anew, not one of each pair drawn at random
         json: print the proof as JSON
     """
-    if is_url(first) and (second is not None or not first.endswith(SUFFIXES)):
+    if is_url(first) and (second is not None or not shown_url(first).endswith(SUFFIXES)):
         raise ValueError(
             f"verify: a URL must be of what `stability export` writes, which ends in "
             f"{' or '.join(SUFFIXES)}, got {shown_url(first)}"

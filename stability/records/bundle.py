@@ -19,7 +19,15 @@ from pathlib import Path, PurePosixPath
 from stability.records.atomic_files import make_folders, write_whole
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
 
-__all__ = ["BUNDLE_SUFFIX", "SUFFIXES", "Bundle", "is_bundle", "opened_bundle", "write_bundle"]
+__all__ = [
+    "BUNDLE_SUFFIX",
+    "SUFFIXES",
+    "Bundle",
+    "check_suffix",
+    "is_bundle",
+    "opened_bundle",
+    "write_bundle",
+]
 
 BUNDLE_SUFFIX = ".bundle.tar.gz"
 SUFFIXES = (".tar.gz", ".tgz")
@@ -45,13 +53,18 @@ def is_bundle(path: Path) -> bool:
     return path.is_file() and path.name.endswith(SUFFIXES)
 
 
+def check_suffix(to: Path) -> None:
+    """ValueError if a file that is to be a bundle is called otherwise than `is_bundle` knows."""
+    if not to.name.endswith(SUFFIXES):
+        raise ValueError(f"{to}: must end in {' or '.join(SUFFIXES)}")
+
+
 def write_bundle(folder: Path, to: Path, made_by: str, weights: str) -> Bundle:
     """Write the files of `folder`, a study's, into the bundle `to`, whole or not at all.
 
-    ValueError if `to` is called otherwise than `is_bundle` knows.
+    ValueError if its name does not pass `check_suffix`.
     """
-    if not to.name.endswith(SUFFIXES):
-        raise ValueError(f"{to}: must end in {' or '.join(SUFFIXES)}")
+    check_suffix(to)
     files = {
         str(path.relative_to(folder).as_posix()): file_checksum(path)
         for path in sorted(folder.rglob("*"))

@@ -120,6 +120,20 @@ def test_a_url_that_holds_no_bundle_is_refused_unread(capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_name_that_is_no_bundles_is_refused_before_anything_is_packed(tmp_path, capsys):
+    for to in ("memory://x/a.zip", tmp_path / "a.zip"):
+        assert code_of("export", tmp_path, "--to", to) == 2  # nor is it looked at
+        assert f"{to}: must end in .tar.gz or .tgz\n" in capsys.readouterr().err
+
+
+def test_a_bundle_behind_a_signature_is_verified_and_the_signature_is_not_shown(capsys):
+    fsspec.filesystem("memory").pipe("/bundles/torn.tar.gz?sig=S1", b"torn")
+    assert code_of("verify", "memory://bundles/torn.tar.gz?sig=S1") == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("stability: memory://bundles/torn.tar.gz: must be a whole bundle")
+    assert "S1" not in said.out + said.err
+
+
 def test_a_study_that_is_not_there_is_named(tmp_path, capsys):
     assert code_of("export", tmp_path / "runs" / "mine") == 2
     assert "runs/mine: must exist; nearest: no folder" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """What lies in an object store is read and written whole, and what goes wrong is one line."""
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import ClassVar
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.registry import _registry
 
 from stability.records.object_store import at_hand, is_url, shown_url, written
@@ -59,6 +60,7 @@ def breaking():
     [
         ("s3://bucket/path.tar.gz", True),
         ("memory://x", True),
+        ("S3://bucket/path", True),
         ("runs/s3://x", False),
         ("c:/x", False),
         ("s3:/bucket/x", False),
@@ -106,6 +108,67 @@ def test_no_name_of_an_object_leads_out_of_the_copy(memory):
     memory.pipe("/bucket/run/a", b"1")
     memory.store["/bucket/run/../../b"] = memory.store["/bucket/run/a"]
     refused("memory://bucket/run", r"memory://bucket/run: an object's name leads elsewhere")
+
+
+def test_a_url_in_capitals_is_the_same_object(memory):
+    with written("MEMORY://bucket/A") as path:
+        path.write_bytes(b"1")
+    assert memory.cat("/bucket/A") == b"1"
+    with at_hand("Memory://bucket/A") as path:
+        assert path.read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("last", ["..", ".", "../", "..?x"])
+@pytest.mark.parametrize("opened", [at_hand, written])
+def test_no_url_leads_out_of_the_temporary_folder(memory, monkeypatch, opened, last):
+    monkeypatch.setattr(MemoryFileSystem, "_strip_protocol", lambda path: path[len("memory:/") :])
+    memory.store[f"/bucket/{last}"] = None
+    refused(f"memory://bucket/{last}", r"must name a file or a folder, as memory://bucket/", opened)
+
+
+def test_an_object_beside_a_folder_of_its_name_is_not_left_out(memory, monkeypatch):
+    def got(self, remote, local, **more):
+        if not Path(local).is_dir():  # else s3fs does nothing, and says nothing
+            Path(local).write_bytes(self.cat_file(remote))
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", got)
+    memory.pipe({"/bucket/run/a/b": b"2", "/bucket/run/c": b""})
+    memory.store["/bucket/run/a"] = memory.store["/bucket/run/a/b"]
+    said = r"^memory://bucket/run: a must arrive as a file of 1 byte, got a folder$"
+    refused("memory://bucket/run", said, kind=OSError)
+
+
+def test_no_two_objects_become_one_file(memory):
+    memory.pipe("/bucket/run/a/b", b"2")
+    memory.store["/bucket/run/a//b"] = memory.store["/bucket/run/a/b"]
+    refused("memory://bucket/run", r"^memory://bucket/run: two objects would be one file, a/b$")
+
+
+def test_a_key_that_stands_for_a_folder_is_no_file(memory):
+    memory.pipe("/bucket/run/a/b", b"2")
+    memory.store["/bucket/run/a/"] = MemoryFile(memory, "/bucket/run/a/", b"")
+    with at_hand("memory://bucket/run") as path:
+        assert [x.name for x in path.rglob("*") if x.is_file()] == ["b"]
+
+
+def test_a_copy_that_is_not_whole_is_refused(memory, monkeypatch):
+    def cut(self, remote, local, **more):
+        for each in local:
+            Path(each).write_bytes(b"12")
+
+    monkeypatch.setattr(MemoryFileSystem, "get", cut)
+    memory.pipe({"/bucket/a": b"123", "/bucket/run/b": b"123"})
+    said = "must arrive as a file of 3 bytes, got 2$"
+    refused("memory://bucket/a", rf"^memory://bucket/a: it {said}", kind=OSError)
+    refused("memory://bucket/run", rf"^memory://bucket/run: b {said}", kind=OSError)
+    monkeypatch.setattr(MemoryFileSystem, "get", lambda self, remote, local: None)
+    refused("memory://bucket/a", "must arrive as a file of 3 bytes, got nothing$", kind=OSError)
+    listed = {"type": "file", "size": None}  # by a server that does not say how much it sends
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda self, path: listed)
+    refused("memory://bucket/a", "it must arrive as a file, got nothing$", kind=OSError)
+    monkeypatch.setattr(MemoryFileSystem, "get", cut)
+    with at_hand("memory://bucket/a") as path:
+        assert path.read_bytes() == b"12"
 
 
 def test_what_is_not_there_is_named(memory):
@@ -194,10 +257,51 @@ def test_a_url_of_nothing_that_is_known_is_refused():
         pytest.fail("was begun")
 
 
-def test_no_password_is_shown():
-    assert shown_url("ftp://me:secret@host/a@b") == "ftp://host/a@b"
-    assert shown_url("s3://bucket/a@b") == "s3://bucket/a@b"
-    refused("nowhere://me:secret@host/x", r"^nowhere://host/x: Protocol")
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("ftp://me:secret@host/a@b", "ftp://host/a@b"),
+        ("ftp://me:p@ss@host/x", "ftp://host/x"),
+        ("ftp://me:p?ss@host/x", "ftp://host/x"),
+        ("https://host/x.tar.gz?X-Amz-Signature=0f/@1", "https://host/x.tar.gz"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+    ],
+)
+def test_no_password_and_no_signature_is_shown(url, shown):
+    assert shown_url(url) == shown
+    refused(url.replace("://", "+nowhere://"), rf"^{shown.replace('://', '.nowhere://')}: Protocol")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        ("{url}", "https://host/x y.tar.gz"),
+        ("no {url!r}, {url}", "no 'https://host/x y.tar.gz', https://host/x y.tar.gz"),
+        ("/x y.tar.gz?sig=S1/2%3D: 403", "/x y.tar.gz: 403"),
+        ("url='https://host/x%20y.tar.gz?sig=S1%2F2%3d'", "url='https://host/x%20y.tar.gz"),
+        ("https://me:p%40S0@host/x y: 404", "https://host/x y: 404"),
+        ("login of me:p@S0 failed, of sig=S1/2%3D", "login of ... failed, of ..."),
+    ],
+)
+def test_what_a_store_says_shows_no_password_and_no_signature(memory, monkeypatch, error, shown):
+    url = "https://me:p@S0@host/x y.tar.gz?sig=S1/2%3D"
+
+    def lost(self, path, **more):
+        raise FileNotFoundError(error.format(url=url))
+
+    monkeypatch.setattr(MemoryFileSystem, "info", lost)
+    monkeypatch.setattr(fsspec, "url_to_fs", lambda url: (memory, url))
+    said = f"https://host/x y.tar.gz: must be there; {shown}"
+    refused(url, f"^{re.escape(said)}$")
+
+
+def test_a_signature_is_in_no_name_of_a_copy(memory):
+    memory.pipe("/bucket/x.tar.gz?sig=S1/2", b"1")
+    with at_hand("memory://bucket/x.tar.gz?sig=S1/2") as path:
+        assert path.name == "x.tar.gz"
+        assert path.read_bytes() == b"1"
+    said = r"^memory://bucket/x: must have no \? to be written$"
+    refused("memory://bucket/x?sig=S1", said, written)
 
 
 @pytest.fixture
@@ -231,6 +335,14 @@ def test_s3_itself_gives_back_what_it_was_given_or_says_what_is_wrong(s3, tmp_pa
         assert (path / "er" / "b").read_bytes() == b"b"
     with at_hand("s3://bucket/deep/a.tar.gz") as path:
         assert path.stat().st_size == len(large)
+    s3.pipe({"bucket/set/a/b": b"2", "bucket/set/c": b""})
+    s3.call_s3("put_object", Bucket="bucket", Key="set/a/")  # as S3's console marks a folder
+    with at_hand("s3://bucket/set") as path:
+        assert sorted(x.name for x in path.rglob("*") if x.is_file()) == ["b", "c"]
+    s3.pipe("bucket/set/a", b"1")
+    s3.invalidate_cache()
+    said = r"^s3://bucket/set: a must arrive as a file of 1 byte, got a folder$"
+    refused("s3://bucket/set", said, kind=OSError)
     refused("s3://bucket/none", r"^s3://bucket/none: must be there; ")
     with (
         pytest.raises(ValueError, match=r"^s3://other/a: must be there; .*bucket does not exist"),
