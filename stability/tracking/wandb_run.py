@@ -19,18 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from stability.records.atomic_files import make_folders, write_text
 from stability.records.plain_files import read_plain
-from stability.tracking.environment import WandbMode, added_tags, project
+from stability.tracking.environment import WandbMode, added_tags, project, set_up
 
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["TRAINING_PATIENCE_S", "start_run", "told_in_a_line"]
+__all__ = ["TRAINING_PATIENCE_S", "in_a_line", "start_run", "told_in_a_line"]
 
 TRAINING_PATIENCE_S = 30
 """How long a training waits for W&B's server, when it starts and when it ends; what W&B lacks is
 sent once the study has ended. W&B itself waits 90 s, and at the end for as long as it takes."""
 
 _ID_FILE = "id.txt"
+_ENDED = ("MailboxClosedError", "HandleAbandonedError", "WandbServiceConnectionError")
+"""What W&B raises where its service has ended: before a question, before the answer, before all."""
 
 
 def start_run(
@@ -57,13 +59,13 @@ def start_run(
     make_folders(directory)
     run_id = _run_id(directory)
     uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
-    wandb.setup(settings=wandb.Settings(silent=True))  # else `init` tells of the account it uses
     online: dict[str, Any] = {
         "init_timeout": patience_s,
         "finish_timeout": patience_s,
         "finish_timeout_raises": True,
     }
     with told_in_a_line():
+        set_up(wandb.Settings(silent=True))  # else `init` tells of the account it uses
         run = wandb.init(
             project=project(),
             dir=directory.parent.absolute(),  # its service stays in the directory it began in
@@ -107,11 +109,19 @@ def told_in_a_line() -> Iterator[None]:
         name, said = type(error).__name__, " ".join(str(error).split())
         if name == "ServerResponseError":
             said = f"its service refuses: {said}"
-        elif name == "MailboxClosedError" or isinstance(error, ConnectionResetError):
+        elif name in _ENDED or isinstance(error, ConnectionResetError):
             said = "its service has ended"
         elif not isinstance(error, wandb.Error):
             raise
         raise ConnectionError(said) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """Return what an error says, in a line, and its kind unless it is the system's or ours."""
+    kind, said = type(error).__name__, " ".join(str(error).split())
+    if not said:
+        return kind
+    return said if isinstance(error, OSError) else f"{kind}: {said}"
 
 
 def _run_id(directory: Path) -> str:
@@ -143,7 +153,7 @@ def _delete_unsent(directory: Path, run_id: str) -> int:
 
 
 def _was_uploaded(folder: Path) -> bool:
-    """Whether `wandb sync` has uploaded this folder, or has begun to."""
+    """Whether `wandb sync` has uploaded this offline folder, or has begun to."""
     if any(folder.glob("*.synced")):
         return True
     return any("starting_step" in read_plain(path).decode() for path in folder.glob("*.syncstate"))
