@@ -49,8 +49,9 @@ def start_run(
     run and the number of rows that W&B has of it, or will have from folders that stay. W&B can't
     append to an offline folder: one that was never uploaded is deleted, and the new run replaces
     it. Online both the start and `finish` wait `patience_s` seconds for the server; `finish` then
-    raises TimeoutError. Raises ValueError unless `directory` is called wandb, which W&B itself
-    insists on, and ConnectionError where another process has the run open, or W&B refuses.
+    raises TimeoutError, as the start does where W&B takes as long to read such a folder. Raises
+    ValueError unless `directory` is called wandb, which W&B itself insists on, and ConnectionError
+    where another process has the run open, or W&B refuses.
     """
     import wandb  # heavy
 
@@ -58,7 +59,7 @@ def start_run(
         raise ValueError(f"start_run: directory must be called wandb, got {directory}")
     make_folders(directory)
     run_id = _run_id(directory)
-    uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
+    uploaded = _delete_unsent(directory, run_id, patience_s) if mode == "offline" else 0
     online: dict[str, Any] = {
         "init_timeout": patience_s,
         "finish_timeout": patience_s,
@@ -141,12 +142,12 @@ def _run_id(directory: Path) -> str:
     return run_id
 
 
-def _delete_unsent(directory: Path, run_id: str) -> int:
+def _delete_unsent(directory: Path, run_id: str, patience_s: float) -> int:
     """Delete the run's offline folders that were never uploaded; return the rows in the others."""
     rows = 0
     for folder in directory.glob(f"offline-run-*-{run_id}"):
         if _was_uploaded(folder):
-            rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb"))
+            rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb", patience_s))
         else:
             shutil.rmtree(folder)
     return rows
@@ -159,17 +160,21 @@ def _was_uploaded(folder: Path) -> bool:
     return any("starting_step" in read_plain(path).decode() for path in folder.glob("*.syncstate"))
 
 
-def _count_rows(file: Path) -> int:
+def _count_rows(file: Path, patience_s: float) -> int:
     """Return how many rows a file of W&B's holds, as W&B's own reader counts them.
 
-    Raises OSError if the reader can't read it.
+    Raises OSError if the reader can't read it, TimeoutError if not within `patience_s` seconds.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)],
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
-        capture_output=True,
-        text=True,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)],
+            env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{file}: W&B has not read it in {patience_s:g} s") from error
     if done.returncode:
         raise OSError(f"{file}: W&B can't read it: {done.stderr.strip()[-200:]}")
     last_row = json.loads(done.stdout)["step"]

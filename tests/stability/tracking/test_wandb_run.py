@@ -102,6 +102,20 @@ def test_a_process_that_can_start_no_service_is_told_in_a_line(tmp_path, monkeyp
         start_run("offline", tmp_path / "wandb", tags=[])
 
 
+def test_w_and_bs_reader_is_waited_for_no_longer_than_its_server(tmp_path, monkeypatch):
+    stuck = tmp_path / "stuck"
+    stuck.write_text("#!/bin/sh\nexec sleep 2\n")
+    stuck.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(stuck))
+    directory = tmp_path / "wandb"
+    folder = directory / "offline-run-1-kept"
+    folder.mkdir(parents=True)
+    (folder / "run-kept.wandb.synced").touch()
+    (directory / "id.txt").write_text("kept\n")
+    with pytest.raises(TimeoutError, match=r"run-kept\.wandb: W&B has not read it in 0\.1 s"):
+        start_run("offline", directory, tags=[], patience_s=0.1)
+
+
 KILLED_SERVICE = """
 import os, signal, subprocess, sys
 from pathlib import Path
