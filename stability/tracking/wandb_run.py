@@ -24,7 +24,7 @@ from stability.tracking.environment import WandbMode, added_tags, project, set_u
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["TRAINING_PATIENCE_S", "in_a_line", "start_run", "told_in_a_line"]
+__all__ = ["TRAINING_PATIENCE_S", "in_a_line", "start_run", "told_in_a_line", "was_uploaded"]
 
 TRAINING_PATIENCE_S = 30
 """How long a training waits for W&B's server, when it starts and when it ends; what W&B lacks is
@@ -146,14 +146,14 @@ def _delete_unsent(directory: Path, run_id: str, patience_s: float) -> int:
     """Delete the run's offline folders that were never uploaded; return the rows in the others."""
     rows = 0
     for folder in directory.glob(f"offline-run-*-{run_id}"):
-        if _was_uploaded(folder):
+        if was_uploaded(folder):
             rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb", patience_s))
         else:
             shutil.rmtree(folder)
     return rows
 
 
-def _was_uploaded(folder: Path) -> bool:
+def was_uploaded(folder: Path) -> bool:
     """Whether `wandb sync` has uploaded this offline folder, or has begun to."""
     if any(folder.glob("*.synced")):
         return True
