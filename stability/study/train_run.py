@@ -60,6 +60,7 @@ from stability.study.run import (
 from stability.tracking.environment import WandbMode
 from stability.tracking.history import MirroredLog, WandbRun, open_wandb_run
 from stability.tracking.loggers import RecordsLogger
+from stability.tracking.wandb_run import in_a_line
 
 __all__ = ["TrainOptions", "UnfinishedError", "train"]
 
@@ -336,8 +337,9 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
             config=to_dict(run.config),
             paths=run.paths,
         )
-    except OSError as error:
-        text = f"W&B can't be reached, and gets the run once the study has ended: {error}"
+    except Exception as error:  # the training must not die of a view, whatever W&B raises
+        said = in_a_line(error)
+        text = f"W&B can't be reached, and gets the run once the study has ended: {said}"
         observer.run_noted(run.arm.name, run.seed, text)
         return None
 

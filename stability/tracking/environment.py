@@ -9,7 +9,10 @@ by its own id only. No variable changes the training. W&B runs are started in `w
 """
 
 import os
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import wandb
 
 __all__ = [
     "PROJECT",
@@ -21,6 +24,7 @@ __all__ = [
     "destination",
     "project",
     "resolve_mode",
+    "set_up",
 ]
 
 WandbMode = Literal["offline", "online", "disabled"]
@@ -80,6 +84,22 @@ def added_tags() -> list[str]:
     return [tag.strip() for tag in tags.split(",")] if tags else []
 
 
+def set_up(settings: "wandb.Settings") -> Any:
+    """Call `wandb.setup`; where the service that WANDB_SERVICE names has ended, with another.
+
+    W&B names the service of a study in the environment of all its runs. This unsets the variable.
+    """
+    import wandb  # heavy
+
+    try:
+        return wandb.setup(settings=settings)
+    except Exception as error:  # W&B 0.31 has it in a private module, and below no error of its own
+        if type(error).__name__ != "WandbServiceConnectionError":
+            raise
+        os.environ.pop("WANDB_SERVICE", None)
+        return wandb.setup(settings=settings)
+
+
 def check_wandb(mode: WandbMode) -> None:
     """Check before training what would make W&B fail during it.
 
@@ -101,7 +121,7 @@ def check_wandb(mode: WandbMode) -> None:
     try:
         wandb.Settings(project=project(), run_tags=tuple(added_tags()))
         # else `login` goes by WANDB_MODE, and tells of the account that it uses
-        wandb.setup(settings=wandb.Settings(mode=mode, silent=True))
+        set_up(wandb.Settings(mode=mode, silent=True))
     except (wandb.Error, ValueError) as error:
         raise ValueError(
             f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
@@ -127,7 +147,7 @@ def check_account() -> None:
     """
     import wandb  # heavy
 
-    server = wandb.setup(settings=wandb.Settings(silent=True)).settings.base_url
+    server = set_up(wandb.Settings(silent=True)).settings.base_url
     instead = "run `wandb login` or set WANDB_API_KEY; `--wandb offline` needs neither"
     try:
         known = wandb.login(prompt=False, verify=True)

@@ -32,7 +32,12 @@ from stability.records.metric_table import DEVIATION_METRICS
 from stability.records.paths import RunPaths
 from stability.records.sealed_json import NON_FINITE
 from stability.tracking.environment import WandbMode
-from stability.tracking.wandb_run import TRAINING_PATIENCE_S, start_run, told_in_a_line
+from stability.tracking.wandb_run import (
+    TRAINING_PATIENCE_S,
+    in_a_line,
+    start_run,
+    told_in_a_line,
+)
 
 if TYPE_CHECKING:
     import wandb
@@ -180,8 +185,8 @@ class MirroredLog(MetricLog):
         if not self._trouble:
             try:
                 call()
-            except (ConnectionError, TimeoutError) as error:
-                self._trouble = " ".join(str(error).split()) or type(error).__name__
+            except Exception as error:  # the training must not die of a view, whatever W&B raises
+                self._trouble = in_a_line(error)
 
 
 def _with_drifts(

@@ -30,7 +30,7 @@ from stability.tracking.tables import (
     run_summary,
     study_tables,
 )
-from stability.tracking.wandb_run import start_run, told_in_a_line
+from stability.tracking.wandb_run import start_run, told_in_a_line, was_uploaded
 
 if TYPE_CHECKING:
     import wandb
@@ -184,10 +184,8 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
     level, text = alert_level(evidence), f"{content.verdict}\n{question}"
     told = _Stamp.of("told", mode, {"level": level, "text": text})
     # Offline it lies beside the alert: a folder that was never uploaded is deleted with both.
-    is_offline = mode == "offline"
-    folder = Path(run.dir).parent if is_offline else directory
-    known = directory.glob("offline-run-*") if is_offline else [directory]
-    is_news = not any(told.is_in(each) for each in known)
+    folder = Path(run.dir).parent if mode == "offline" else directory
+    is_news = _last_told(directory) != told.digest.encode()
     try:
         _send_tables(run, content)
         answer = {"verdict": content.verdict, "question": question}
@@ -200,6 +198,14 @@ def _publish_study(mode: WandbMode, content: StudyContent) -> None:
     if evidence and is_news:
         told.write(folder)
     stamp.write(directory)
+
+
+def _last_told(directory: Path) -> bytes:
+    """Return the digest of the alert that W&B's server had last, in either mode; b"" for none."""
+    folders = [x for x in directory.glob("offline-run-*") if was_uploaded(x)]
+    stamps = [stamp for folder in (directory, *folders) for stamp in folder.glob("told-*.sha256")]
+    newest = max(stamps, key=lambda stamp: stamp.stat().st_mtime_ns, default=None)
+    return read_plain(newest) if newest else b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,20 @@ from typing import TYPE_CHECKING, Any
 
 from stability.records.atomic_files import make_folders, write_text
 from stability.records.plain_files import read_plain
-from stability.tracking.environment import WandbMode, added_tags, project
+from stability.tracking.environment import WandbMode, added_tags, project, set_up
 
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["TRAINING_PATIENCE_S", "start_run", "told_in_a_line"]
+__all__ = ["TRAINING_PATIENCE_S", "in_a_line", "start_run", "told_in_a_line", "was_uploaded"]
 
 TRAINING_PATIENCE_S = 30
 """How long a training waits for W&B's server, when it starts and when it ends; what W&B lacks is
 sent once the study has ended. W&B itself waits 90 s, and at the end for as long as it takes."""
 
 _ID_FILE = "id.txt"
+_ENDED = ("MailboxClosedError", "HandleAbandonedError", "WandbServiceConnectionError")
+"""What W&B raises where its service has ended: before a question, before the answer, before all."""
 
 
 def start_run(
@@ -47,8 +49,9 @@ def start_run(
     run and the number of rows that W&B has of it, or will have from folders that stay. W&B can't
     append to an offline folder: one that was never uploaded is deleted, and the new run replaces
     it. Online both the start and `finish` wait `patience_s` seconds for the server; `finish` then
-    raises TimeoutError. Raises ValueError unless `directory` is called wandb, which W&B itself
-    insists on, and ConnectionError where another process has the run open, or W&B refuses.
+    raises TimeoutError, as the start does where W&B takes as long to read such a folder. Raises
+    ValueError unless `directory` is called wandb, which W&B itself insists on, and ConnectionError
+    where another process has the run open, or W&B refuses.
     """
     import wandb  # heavy
 
@@ -56,14 +59,14 @@ def start_run(
         raise ValueError(f"start_run: directory must be called wandb, got {directory}")
     make_folders(directory)
     run_id = _run_id(directory)
-    uploaded = _delete_unsent(directory, run_id) if mode == "offline" else 0
-    wandb.setup(settings=wandb.Settings(silent=True))  # else `init` tells of the account it uses
+    uploaded = _delete_unsent(directory, run_id, patience_s) if mode == "offline" else 0
     online: dict[str, Any] = {
         "init_timeout": patience_s,
         "finish_timeout": patience_s,
         "finish_timeout_raises": True,
     }
     with told_in_a_line():
+        set_up(wandb.Settings(silent=True))  # else `init` tells of the account it uses
         run = wandb.init(
             project=project(),
             dir=directory.parent.absolute(),  # its service stays in the directory it began in
@@ -107,11 +110,19 @@ def told_in_a_line() -> Iterator[None]:
         name, said = type(error).__name__, " ".join(str(error).split())
         if name == "ServerResponseError":
             said = f"its service refuses: {said}"
-        elif name == "MailboxClosedError" or isinstance(error, ConnectionResetError):
+        elif name in _ENDED or isinstance(error, ConnectionResetError):
             said = "its service has ended"
         elif not isinstance(error, wandb.Error):
             raise
         raise ConnectionError(said) from error
+
+
+def in_a_line(error: Exception) -> str:
+    """Return what an error says, in a line, and its kind unless it is the system's or ours."""
+    kind, said = type(error).__name__, " ".join(str(error).split())
+    if not said:
+        return kind
+    return said if isinstance(error, OSError) else f"{kind}: {said}"
 
 
 def _run_id(directory: Path) -> str:
@@ -131,35 +142,39 @@ def _run_id(directory: Path) -> str:
     return run_id
 
 
-def _delete_unsent(directory: Path, run_id: str) -> int:
+def _delete_unsent(directory: Path, run_id: str, patience_s: float) -> int:
     """Delete the run's offline folders that were never uploaded; return the rows in the others."""
     rows = 0
     for folder in directory.glob(f"offline-run-*-{run_id}"):
-        if _was_uploaded(folder):
-            rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb"))
+        if was_uploaded(folder):
+            rows = max(rows, _count_rows(folder / f"run-{run_id}.wandb", patience_s))
         else:
             shutil.rmtree(folder)
     return rows
 
 
-def _was_uploaded(folder: Path) -> bool:
-    """Whether `wandb sync` has uploaded this folder, or has begun to."""
+def was_uploaded(folder: Path) -> bool:
+    """Whether `wandb sync` has uploaded this offline folder, or has begun to."""
     if any(folder.glob("*.synced")):
         return True
     return any("starting_step" in read_plain(path).decode() for path in folder.glob("*.syncstate"))
 
 
-def _count_rows(file: Path) -> int:
+def _count_rows(file: Path, patience_s: float) -> int:
     """Return how many rows a file of W&B's holds, as W&B's own reader counts them.
 
-    Raises OSError if the reader can't read it.
+    Raises OSError if the reader can't read it, TimeoutError if not within `patience_s` seconds.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)],
-        env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
-        capture_output=True,
-        text=True,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", "--json", str(file)],
+            env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
+            capture_output=True,
+            text=True,
+            timeout=patience_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{file}: W&B has not read it in {patience_s:g} s") from error
     if done.returncode:
         raise OSError(f"{file}: W&B can't read it: {done.stderr.strip()[-200:]}")
     last_row = json.loads(done.stdout)["step"]

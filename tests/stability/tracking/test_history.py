@@ -8,11 +8,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from wandb.sdk.mailbox import HandleAbandonedError
 
 from stability.metrics.ulp import ULP_EDGES
 from stability.records.paths import RunPaths
-from stability.tracking.history import check_counts, open_wandb_run
+from stability.tracking.history import MirroredLog, WandbRun, check_counts, open_wandb_run
 from stability.tracking.wandb_run import start_run
+from tests.stability.fuzz.offline_wandb import OfflineRun
 
 ROOT = Path(__file__).parents[3]
 RUN = {
@@ -201,3 +203,21 @@ def test_a_fresh_process_prints_nothing_warns_of_nothing_and_ends(tmp_path, offl
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert len(read_rows(offline_log(tmp_path / "wandb"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (HandleAbandonedError(), "its service has ended"),
+        (TimeoutError("Timed out"), "Timed out"),
+        (RuntimeError("anything\nelse"), "RuntimeError: anything else"),
+    ],
+)
+def test_what_w_and_b_raises_at_the_end_is_told_and_not_raised(tmp_path, error, said):
+    class Ending(OfflineRun):
+        def finish(self, **_: object) -> None:
+            raise error
+
+    path = tmp_path / "metrics.jsonl"
+    log = MirroredLog(path, WandbRun(Ending(), 0, path))
+    assert log.end_mirror(failed=False) == said

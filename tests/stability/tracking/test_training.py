@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from wandb.sdk.mailbox import HandleAbandonedError
 
 from stability.config.load import load_study
 from stability.metrics.weight_counts import WEIGHT_EDGES
@@ -131,16 +132,19 @@ def test_runs_that_are_jobs_of_their_own_are_on_w_and_b_as_in_the_records(
 
 
 def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeypatch):
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("no route")
+    def unreachable(**given: str) -> None:
+        raise HandleAbandonedError if given["job_type"] == "fp32" else RuntimeError("no\nroute")
 
-    monkeypatch.setattr("stability.study.train_run.open_wandb_run", unreachable)
+    monkeypatch.setattr("wandb.init", unreachable)
     noted = []
     observer = Interrupting("nobody")
     observer.run_noted = lambda arm, seed, text: noted.append((arm, text))
     run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
-    assert [arm for arm, _ in noted] == ["baseline", "fp32"]
-    assert all("W&B can't be reached" in text and "no route" in text for _, text in noted)
+    away = "W&B can't be reached, and gets the run once the study has ended: "
+    assert noted == [
+        ("baseline", f"{away}RuntimeError: no route"),
+        ("fp32", f"{away}its service has ended"),
+    ]
     paths = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
     assert read_manifest(paths.manifest).state == "finished"
 

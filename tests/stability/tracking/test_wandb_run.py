@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import wandb
-from wandb.sdk.mailbox.mailbox import MailboxClosedError
+from wandb.sdk.lib.service.service_token import WandbServiceConnectionError
+from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
 
 from stability.tracking.wandb_run import start_run, told_in_a_line
 from tests.stability.fuzz.offline_wandb import OfflineRun
@@ -62,6 +63,8 @@ def test_a_relative_folder_is_the_one_of_the_current_directory(tmp_path, monkeyp
         (wandb.Error("the server\nis on fire"), "the server is on fire"),
         (ConnectionResetError("Connection lost"), "its service has ended"),
         (MailboxClosedError(), "its service has ended"),
+        (HandleAbandonedError(), "its service has ended"),
+        (WandbServiceConnectionError("Failed to connect"), "its service has ended"),
     ],
 )
 def test_what_w_and_b_raises_is_one_error_of_one_line(error, said):
@@ -72,6 +75,45 @@ def test_what_w_and_b_raises_is_one_error_of_one_line(error, said):
 def test_what_is_not_w_and_bs_is_raised_as_it_is():
     with pytest.raises(KeyError, match="mine"), told_in_a_line():
         raise KeyError("mine")
+
+
+def test_a_service_that_has_ended_is_replaced_by_one_of_the_process(tmp_path, monkeypatch):
+    """The process that started the study has named it to all runs."""
+    set_up = []
+
+    def setup(**_: object) -> None:
+        if "WANDB_SERVICE" in os.environ:
+            raise WandbServiceConnectionError("Failed to connect to service on socket gone")
+        set_up.append(True)
+
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-unix-gone")
+    monkeypatch.setattr("wandb.setup", setup)
+    monkeypatch.setattr("wandb.init", lambda **_: OfflineRun())
+    start_run("offline", tmp_path / "wandb", tags=[])
+    assert set_up == [True]
+
+
+def test_a_process_that_can_start_no_service_is_told_in_a_line(tmp_path, monkeypatch):
+    def setup(**_: object) -> None:
+        raise WandbServiceConnectionError("Failed to connect to service on socket gone")
+
+    monkeypatch.setattr("wandb.setup", setup)
+    with pytest.raises(ConnectionError, match=r"^its service has ended$"):
+        start_run("offline", tmp_path / "wandb", tags=[])
+
+
+def test_w_and_bs_reader_is_waited_for_no_longer_than_its_server(tmp_path, monkeypatch):
+    stuck = tmp_path / "stuck"
+    stuck.write_text("#!/bin/sh\nexec sleep 2\n")
+    stuck.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(stuck))
+    directory = tmp_path / "wandb"
+    folder = directory / "offline-run-1-kept"
+    folder.mkdir(parents=True)
+    (folder / "run-kept.wandb.synced").touch()
+    (directory / "id.txt").write_text("kept\n")
+    with pytest.raises(TimeoutError, match=r"run-kept\.wandb: W&B has not read it in 0\.1 s"):
+        start_run("offline", directory, tags=[], patience_s=0.1)
 
 
 KILLED_SERVICE = """
@@ -95,18 +137,41 @@ print(log.end_mirror(failed=False))
 """
 
 
-@pytest.mark.slow
-def test_the_log_goes_on_when_the_system_has_killed_w_and_bs_service(tmp_path):
-    # the service of this process, which other tests need, is not to be shared
+def _run_alone(code: str, folder: Path, **variables: str) -> tuple[int, str]:
+    """Run a script; the service of this process, which other tests need, is not to be shared."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_SERVICE, str(tmp_path)],
+        [sys.executable, "-c", code, str(folder)],
         cwd=ROOT,
-        env=own,
+        env=own | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert (done.returncode, done.stdout) == (0, "its service has ended\n")
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_the_log_goes_on_when_the_system_has_killed_w_and_bs_service(tmp_path):
+    assert _run_alone(KILLED_SERVICE, tmp_path) == (0, "its service has ended\n")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 200
+
+
+ANOTHER_SERVICE = """
+import sys
+from pathlib import Path
+from stability.tracking.environment import check_wandb
+from stability.tracking.wandb_run import start_run
+check_wandb("offline")
+run, _ = start_run("offline", Path(sys.argv[1]) / "wandb", tags=[])
+run.log({"loss": 1.0})
+run.finish()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_named_a_service_that_has_ended_has_a_run_all_the_same(tmp_path):
+    ended = f"3-1-unix-{tmp_path}/gone"
+    assert _run_alone(ANOTHER_SERVICE, tmp_path, WANDB_SERVICE=ended) == (0, "")
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
