@@ -129,8 +129,7 @@ def recorded_axis(
 ) -> str:
     """Return the axis of an arm by its `differences`, as `axis_of`; `place` opens an error."""
     axes = axes_of(differences, change)
-    # a reference changes what is more exact and nothing else: one that trains otherwise is so far
-    # away that every arm seems as far from it as the baseline
+    # from a reference that trains otherwise, e.g. at another rate, all arms seem equally far
     is_higher = role == "reference" and all(axis in REFERENCE_AXES for axis in axes)
     is_many = len(axes) > 1 and not change and (allow_many or is_higher)
     said = fixed_problem(differences)

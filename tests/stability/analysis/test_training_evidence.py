@@ -155,29 +155,6 @@ def test_a_study_without_controls_is_told_what_to_add(tmp_path, without, words, 
     assert add in found.decides
 
 
-@pytest.mark.parametrize(
-    ("others", "extra", "words"),
-    [
-        ({"second": Part("reference", "precision", truth)}, {}, "reference and second are both"),
-        ({}, {"changes.init": [False, True]}, "reference starts from other weights (changes.init)"),
-    ],
-)
-def test_a_reference_that_may_not_be_one_measures_nothing(tmp_path, others, extra, words):
-    arms = parts(candidate=candidate(), **others)
-    arms["reference"] = replace(arms["reference"], extra=extra)
-    found = _of(write_study(tmp_path, arms))
-    assert found.state == "not measured"
-    assert words in found.sentence
-
-
-def test_a_reference_of_a_flag_is_said_to_be_declared(tmp_path):
-    arms = parts(candidate=candidate())
-    assert "declared" not in _of(write_study(tmp_path / "known", arms)).sentence
-    arms["reference"] = replace(arms["reference"], axis="flags.bf16")
-    said = "That reference, which changes flags.bf16, is more exact is declared, not checked."
-    assert said in _of(write_study(tmp_path / "flag", arms)).sentence
-
-
 def test_what_has_no_excess_is_not_applicable(tmp_path):
     other = Part("yardstick", "seed", off("other"))
     study = write_study(tmp_path, parts(candidate=candidate(), init_seed=other))
