@@ -80,16 +80,18 @@ def test_checkpoints_are_adopted_as_the_page_says(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert re.search(r"^lr_x2 +declared: the learning rate,", said, flags=re.MULTILINE)
     assert "2 unproven" in said
-    for name in ("a fused optimizer", "a higher precision"):
-        (tmp_path / name).mkdir()
-        for step in (0, 10):
-            state = torch.load(f"checkpoints/lr_x2/step-{step}.pt")
-            changed = {key: value + 1e-4 * step * len(name) for key, value in state.items()}
-            torch.save(changed, tmp_path / name / f"step-{step}.pt")
-    words = ["baseline=checkpoints/baseline", "mine=a fused optimizer", "fp32=a higher precision"]
-    words += ["--role", "mine=candidate", "--role", "fp32=reference", "--study", "judged"]
-    for seed in ("0", "1", "2"):
-        assert _code_of(["adopt", *words, "--seed", seed]) == 0
+    roles = ["--role", "mine=candidate", "--role", "fp32=reference", "--study", "judged"]
+    for seed in range(3):
+        series = []
+        for size, name in enumerate(("baseline", "mine", "fp32")):
+            folder = tmp_path / f"{name} of seed {seed}"
+            folder.mkdir()
+            for step in (0, 10):
+                state = torch.load(f"checkpoints/lr_x2/step-{step}.pt")
+                moved = seed + 1e-4 * step * size
+                torch.save({key: x + moved for key, x in state.items()}, folder / f"step-{step}.pt")
+            series.append(f"{name}={folder}")
+        assert _code_of(["adopt", *series, *roles, "--seed", str(seed)]) == 0
     capsys.readouterr()
     assert _code_of(["verdict", "runs/judged"]) == 4  # exploratory, and no PASS
     said = capsys.readouterr().out
@@ -127,7 +129,7 @@ def test_what_is_of_the_readers_own_trains_and_is_measured(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     _go_through(EXTEND)
     assert "mine" in capsys.readouterr().out
-    found = read_metrics(RunPaths.for_run(tmp_path / "runs" / "mine", "mine", 0).metrics)
+    found = read_metrics(RunPaths.for_run(tmp_path / "runs" / "my_study", "mine", 0).metrics)
     (name,) = re.findall(r"`(deviation/\S+)`", EXTEND)
     assert len(found[name].values) == 2
     assert all(0 < value < 1 for value in found[name].values), found[name].values
