@@ -193,6 +193,14 @@ def _print(report: "CheckReport") -> None:
         "error ratio to plain attention of 2 (or what rounding alone costs), a gain of 0.1 %, a "
         "bias of 0.05 ULP."
     )
+    above = {row["result"] for row in report.statistics if max(row["error_ratio"]) > 2}
+    if report.passed and above:
+        listed = ", ".join(result for result in _RESULTS if result in above)
+        say(
+            f"Of {listed} a ratio is above 2, the limit of a verdict, which sees the study's own "
+            "inputs: if it is meant to round so, write policy: {max_error_ratio: 4.0} into the "
+            "study before its first run."
+        )
 
 
 def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:

@@ -35,7 +35,7 @@ def estimate(
     if is_command_study(study):
         raise ValueError(
             f"{study}: must be a study of the trainer in this package, got one of commands; "
-            "of one of commands `stability run` tells the time left once a run has ended"
+            "there `stability run` tells the time left once a run has ended"
         )
     config = load_study(study, overrides)
     from stability.study.assemble import quieten_lightning  # heavy: torch, Lightning

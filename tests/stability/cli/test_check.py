@@ -62,6 +62,13 @@ def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("attention", "is_told"), [("flash:fa2", True), ("baseline", False)])
+def test_what_passes_and_will_be_undecided_in_a_verdict_is_told(attention, is_told, capsys):
+    assert main(["check", attention, "--quick", "--dtype", "bf16"]) == 0
+    assert ("Of dq a ratio is above 2" in capsys.readouterr().out) == is_told
+
+
+@pytest.mark.slow
 def test_inputs_of_a_recorded_run_are_checked(trained_run, capsys):
     words = ["check", "baseline", "--quick", "--dtype", "fp32", "--json"]
     assert main([*words, "--from", str(trained_run)]) == 0
