@@ -130,8 +130,8 @@ def recorded_axis(
     """Return the axis of an arm by its `differences`, as `axis_of`; `place` opens an error."""
     axes = axes_of(differences, change)
     # from a reference that trains otherwise, e.g. at another rate, all arms seem equally far
-    is_higher = role == "reference" and all(axis in REFERENCE_AXES for axis in axes)
-    is_many = len(axes) > 1 and not change and (allow_many or is_higher)
+    may_be_many = set(axes) <= set(REFERENCE_AXES) if role == "reference" else allow_many
+    is_many = len(axes) > 1 and not change and may_be_many
     said = fixed_problem(differences)
     said = said or ("" if is_many else change_problem(differences, change))
     if said:
