@@ -14,6 +14,7 @@ __all__ = [
     "BEYOND_THIS_MACHINE",
     "ROOT",
     "blocks_of",
+    "code_of",
     "commands_of",
     "in_short",
     "parsed",
@@ -109,3 +110,11 @@ def in_short(text):
         arm.update({"until": 4} if "until" in arm else {})
     content["seeds"], content["policy"]["step"] = [0], 4
     return yaml.safe_dump(content)
+
+
+def code_of(words):
+    """Return the exit code of a command, given as its words after `stability`."""
+    try:
+        return command_line.main(words)
+    except SystemExit as stop:
+        return stop.code

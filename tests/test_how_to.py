@@ -12,24 +12,16 @@ import pytest
 import torch
 import yaml
 
-from stability.cli.main import main
 from stability.config.load import load_study
 from stability.config.study import PolicyConfig
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
-from tests.pages import ROOT, blocks_of
+from tests.pages import ROOT, blocks_of, code_of
 
 POLICY, REPORT, ADOPT, EXTEND = (
     (ROOT / "docs" / f"{name}.md").read_text()
     for name in ("policy", "read_a_report", "adopt", "extend")
 )
-
-
-def _code_of(words):
-    try:
-        return main(words)
-    except SystemExit as stop:
-        return stop.code
 
 
 def _go_through(text):
@@ -39,7 +31,7 @@ def _go_through(text):
             program, *words = shlex.split(line, comments=True)
             said = re.search(r"# exit code (\d)", line)
             if program == "stability":
-                assert _code_of(words) == (int(said[1]) if said else 0), line
+                assert code_of(words) == (int(said[1]) if said else 0), line
             else:
                 subprocess.run([sys.executable, *words], check=True)
 
@@ -91,9 +83,9 @@ def test_checkpoints_are_adopted_as_the_page_says(tmp_path, monkeypatch, capsys)
                 moved = seed + 1e-4 * step * size
                 torch.save({key: x + moved for key, x in state.items()}, folder / f"step-{step}.pt")
             series.append(f"{name}={folder}")
-        assert _code_of(["adopt", *series, *roles, "--seed", str(seed)]) == 0
+        assert code_of(["adopt", *series, *roles, "--seed", str(seed)]) == 0
     capsys.readouterr()
-    assert _code_of(["verdict", "runs/judged"]) == 4  # exploratory, and no PASS
+    assert code_of(["verdict", "runs/judged"]) == 4  # exploratory, and no PASS
     said = capsys.readouterr().out
     assert "there is no nudge" in said
     assert "checkpoints tell none" in said

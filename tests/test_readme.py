@@ -17,7 +17,7 @@ import uvicorn
 import yaml
 
 from stability.cli.main import main
-from tests.pages import blocks_of, commands_of, in_short
+from tests.pages import blocks_of, code_of, commands_of, in_short
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -94,13 +94,6 @@ def test_linked_file_and_heading_exist(page, link):
     assert not anchor or anchor in _anchors(target.read_text(encoding="utf-8"))
 
 
-def _exit_code(words):
-    try:
-        return main(words)
-    except SystemExit as stop:  # --help
-        return stop.code
-
-
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     """A folder laid out like the repository, with a quickstart that takes seconds."""
@@ -174,11 +167,11 @@ def test_stability_command_runs(command, quick, monkeypatch, capfd, alone):
     if words[0] == "deviate" and "--layer" in words:
         shrunk[words.index("--layer") + 1] = "0"
     if words[0] == "workspace" or "online" in words:
-        assert _exit_code(shrunk) == 2
+        assert code_of(shrunk) == 2
         assert "account" in capfd.readouterr().err
         return
     # any verdict will do
-    assert _exit_code(shrunk) in ((0, 1, 3, 4) if words[0] == "verdict" else (0,))
+    assert code_of(shrunk) in ((0, 1, 3, 4) if words[0] == "verdict" else (0,))
     assert capfd.readouterr().out
 
 
@@ -218,7 +211,7 @@ def test_a_door_leads_to_an_answer(door, tmp_path, monkeypatch, capsys, alone):
         elif words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], check=True)
         else:
-            code = _exit_code(words[1:])
+            code = code_of(words[1:])
             assert code in ((0, 1, 3, 4) if words[1] == "verdict" else (0,)), command
             printed = capsys.readouterr().out
             assert printed, command

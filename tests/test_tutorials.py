@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.main import main
-from tests.pages import blocks_of, in_short
+from tests.pages import blocks_of, code_of, in_short
 
 DOCS = Path(__file__).parent.parent / "docs"
 TUTORIALS = ("my_kernel", "hugging_face")
 """Of the others: quickstart is README's, your_own_training and slurm have tests of their own."""
-
-
-def code_of(words):
-    try:
-        return main(words)
-    except SystemExit as stop:
-        return stop.code
 
 
 def expected_codes(line):
