@@ -42,13 +42,13 @@ Measured = dict[tuple[int, int, bool], dict[str, Times]]
 
 
 def sections(others: list[PeerStatus]) -> dict[str, object]:
-    """Return what can be run, by name."""
+    """Return what can be run, by name, in that order."""
     return {
         "kernels": partial(_kernels, others),
+        "memory": _memory,
         "peers": partial(_peers, others),
         "dials": lambda: (compare_dials("cuda", rounds=5), []),
         "masks": lambda: (compare_masks("cuda", rounds=5), []),
-        "memory": _memory,
     }
 
 

@@ -5,8 +5,9 @@
 
 There is no speed without right results: each attention is first held to flash-attn's error budget.
 One of ours that is wrong ends the run; a peer that is wrong, or refuses, is left out, and said so.
-Then each section is printed, and which requirements are met, and the results are written as JSON
-with hardware, versions and commit. Exit code 1 if one of ours is wrong or a requirement is missed.
+Then each section is printed, and which requirements are met. The results are written as JSON with
+hardware, versions and commit, after each section, so that a run that is stopped leaves those that
+it has finished. Exit code 1 if one of ours is wrong or a requirement is missed.
 
 torch and `attention_kernels` are all that it needs.
 """
@@ -136,20 +137,30 @@ def main(words: list[str] | None = None) -> int:
     print(f"within flash-attn's error budget: {', '.join(names)}")
     rows: list[dict[str, Any]] = []
     requirements: list[Requirement] = []
-    todo = [
-        section
+    todo = {
+        name: section
         for name, section in place.sections(others).items()
         if not arguments.only or name in arguments.only
-    ]
-    for section in todo + ([cpu.run_golden] if arguments.golden else []):
+    }
+    if arguments.golden:
+        todo["golden"] = cpu.run_golden
+    for done, section in enumerate(todo.values(), start=1):
         found, required = section()
         rows += found
         requirements += required
+        if arguments.json:
+            stated = {"requirements": [r.to_dict() for r in requirements], "rows": rows}
+            left = {"not_run": list(todo)[done:]} if done < len(todo) else {}
+            write(arguments.json, about | left | stated)
     print_requirements(requirements)
-    if arguments.json:
-        result = about | {"requirements": [r.to_dict() for r in requirements], "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(requirement.met for requirement in requirements) else 1
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write `result` as JSON; a run that is stopped leaves the whole of an earlier one."""
+    whole = path.with_name(path.name + ".part")
+    whole.write_text(json.dumps(result, indent=1) + "\n")
+    whole.replace(path)
 
 
 def print_requirements(requirements: list[Requirement]) -> None:

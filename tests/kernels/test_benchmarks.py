@@ -192,6 +192,27 @@ def test_the_command_writes_where_and_what_it_measured(room, monkeypatch, tmp_pa
     assert found["rows"][0]["forward_s"] == 0.1
     assert found["requirements"][0]["met"] == (measured <= 1)
     assert "commit" in found
+    assert "not_run" not in found
+
+
+def test_a_run_that_is_stopped_leaves_the_sections_that_it_has_finished(
+    room, monkeypatch, tmp_path
+):
+    def section():
+        return [{"section": "peers", "forward_s": 0.1}], []
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    sections = {"peers": section, "dials": stopped, "masks": None}
+    monkeypatch.setattr(room.cpu, "sections", lambda _: sections)
+    path = tmp_path / "cpu.json"
+    with pytest.raises(KeyboardInterrupt):
+        room.run.main(["--json", str(path)])
+    found = json.loads(path.read_text())
+    assert [row["section"] for row in found["rows"]] == ["peers"]
+    assert found["not_run"] == ["dials", "masks"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
