@@ -100,9 +100,10 @@ class Witnessing:
         return {each.name: getattr(stretch, each.name) for each in fields(stretch)}
 
     def process_begins(self, device: torch.device) -> None:
-        """Note the switches, and compute the known answers, before the model is called at all."""
-        self._moments = {"before_imports": self._before, "at_start": _switches()}
+        """Compute the known answers, and note the switches, before the model is called at all."""
         self._answers = {"at_start": known_answers(device)}
+        # after them: what torch settles at a first call is as it will stay
+        self._moments = {"before_imports": self._before, "at_start": _switches()}
 
     def begin(self, step: int) -> None:
         """Begin a stretch after `step` updates, and hold it against those before."""

@@ -6,6 +6,7 @@ does not have is "unknown to this torch". Leaves out what else decides the bits 
 (`identity`).
 """
 
+import contextlib
 import re
 import sys
 from typing import Any, Callable, Dict
@@ -55,7 +56,7 @@ _SWITCHES: Dict[str, Callable[[Any], Any]] = {
     "sdpa_memory_efficient": lambda torch: torch.backends.cuda.mem_efficient_sdp_enabled(),
     "sdpa_math": lambda torch: torch.backends.cuda.math_sdp_enabled(),
     "sdpa_cudnn": lambda torch: torch.backends.cuda.cudnn_sdp_enabled(),
-    "sdpa_order": lambda torch: str(torch._C._get_sdp_priority_order()),
+    "sdpa_order": lambda torch: _sdpa_order(torch),
     "sdpa_math_reduction": lambda torch: torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
     # a fused encoder layer in inference, which held-out text is
     "mha_fastpath": lambda torch: torch.backends.mha.get_fastpath_enabled(),
@@ -119,6 +120,24 @@ def _autocast(torch: Any, device: str) -> str:
     kinds = {"cpu": ("is_autocast_cpu_enabled", "get_autocast_cpu_dtype")}
     is_on, dtype = kinds.get(device, ("is_autocast_enabled", "get_autocast_gpu_dtype"))
     return str(getattr(torch, dtype)()) if getattr(torch, is_on)() else "off"
+
+
+_GPU = "cuda"
+
+
+def _sdpa_order(torch: Any) -> str:
+    """Return the order in which attention's backends are asked, once torch has settled it.
+
+    On some GPUs (9.0 and 10.0, with a cuDNN that torch prefers there) it puts cuDNN first when
+    attention is first called in a process: a training would seem to have changed its order. Asking
+    for the backend of a call settles it as the call would, and computes nothing.
+    """
+    if torch.cuda.is_initialized():
+        q = torch.empty((1, 1, 8, 8), dtype=torch.float16, device=_GPU)
+        # where no backend may take this one, the order is settled all the same
+        with contextlib.suppress(RuntimeError):
+            torch._fused_sdp_choice(q, q, q)
+    return str(torch._C._get_sdp_priority_order())
 
 
 def _effective(torch: Any, backend: Any) -> str:

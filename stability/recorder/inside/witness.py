@@ -57,11 +57,12 @@ class InsideWitness:
         return {"witness": stretch}
 
     def _note(self, moment: str) -> None:
-        told = {**self._switches(), "threads": torch.get_num_threads()}
-        self._moments[moment] = {k: v for k, v in told.items() if k not in _OF_CONTEXTS}
         try:
             # the script may be inside of a context of its own
             with torch.autocast(self._device.type, enabled=False):
                 self._answers[moment] = self._known(self._device)
         except RuntimeError:  # a device or a strict setting that has no such computation
             self._answers[moment] = {}
+        # after the answers: what torch settles at a first call is as it will stay
+        told = {**self._switches(), "threads": torch.get_num_threads()}
+        self._moments[moment] = {k: v for k, v in told.items() if k not in _OF_CONTEXTS}

@@ -1,16 +1,21 @@
 """The witness in a training of anybody's: what an optimizer casts by itself is told apart."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stability.probe.known_answers import known_answers
+from stability.recorder import witnessing
+from stability.recorder.inside.witness import InsideWitness
 from stability.recorder.trainer_door import TrainerDoor
 from stability.recorder.witnessing import WitnessError, Witnessing
 from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
-from stability.records.numeric_switches import numeric_switches
+from stability.records.numeric_switches import all_switches, numeric_switches
 from stability.records.run_files import RunFiles
 from stability.records.witness import Label
 
@@ -90,6 +95,36 @@ def test_the_first_micro_batch_alone_is_looked_at_where_gradients_are_accumulate
     assert "optimizer" in {row.part for row in witness.rows}
     assert not module.layer._forward_hooks
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.fixture
+def settles_at_first(monkeypatch):
+    """Return known answers of a GPU whose first attention puts cuDNN first, as torch does there."""
+    order = torch._C._get_sdp_priority_order()
+
+    def answers(device):
+        torch._C._set_sdp_priority_order([order[-1], *order[:-1]])
+        return known_answers(device)
+
+    yield answers
+    torch._C._set_sdp_priority_order(order)
+
+
+def test_what_torch_settles_at_a_first_call_is_no_change_of_a_switch(
+    trained, settles_at_first, monkeypatch
+):
+    monkeypatch.setattr(witnessing, "known_answers", settles_at_first)
+    _, witness = trained(_adamw)
+    (stretch,) = witness.all
+    assert stretch.switches["at_start"] == stretch.switches["at_end"]
+
+
+def test_nor_in_the_process_of_a_script(settles_at_first):
+    looks = SimpleNamespace(end=lambda: None, unproven="", steps=[], rows=[])
+    witness = InsideWitness(looks, all_switches, settles_at_first, {})
+    witness.begin({})
+    switches = witness.told()["witness"]["switches"]
+    assert switches["at_start"] == switches["at_end"]
 
 
 def test_a_training_that_fails_leaves_no_mode_and_no_hook_behind(fit, door, tmp_path):

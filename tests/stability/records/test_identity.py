@@ -325,6 +325,49 @@ def test_a_switch_that_moves_bits_is_told(name, turned):
     assert json.loads(json.dumps(after)) == after
 
 
+def test_the_order_of_backends_is_told_as_a_first_call_on_a_gpu_leaves_it(monkeypatch):
+    """torch 2.11 puts cuDNN first in a process's first call on an H100 or H200, and not before."""
+    settled = [_ORDER[-1], *_ORDER[:-1]]
+
+    def choice(*_):
+        torch._C._set_sdp_priority_order(settled)
+        return 3
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    assert numeric_switches()["sdpa_order"] == str(_ORDER)  # no GPU is used by this process
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(switches_module, "_GPU", "cpu")
+    try:
+        assert numeric_switches()["sdpa_order"] == str(settled)
+    finally:
+        torch._C._set_sdp_priority_order(_ORDER)
+
+
+def test_an_order_without_a_backend_for_the_question_is_told_too(monkeypatch):
+    def choice(*_):
+        raise RuntimeError("No viable backend for scaled_dot_product_attention was found.")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(switches_module, "_GPU", "cpu")
+    assert numeric_switches()["sdpa_order"] == str(_ORDER)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_first_call_on_this_gpu_moves_no_switch():
+    """In a process of its own, where attention has not been called yet."""
+    code = """if 1:
+        import torch
+        from stability.records.numeric_switches import all_switches
+        q = torch.zeros(1, 1, 16, 16, device="cuda", dtype=torch.bfloat16)
+        before = all_switches()
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        assert all_switches() == before, (before, all_switches())
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @contextmanager
 def _fp32_of(path, precision):
     backend = torch.backends
