@@ -35,7 +35,12 @@ from stability.records.protocol import (
 from stability.records.sealed_json import write_sealed
 from stability.study.assay import assay_whole_run, update_assays
 from stability.study.assays import failed_arms
-from stability.study.assemble import assemble, load_data, resolve_device
+from stability.study.assemble import (
+    assemble,
+    imports_user_modules,
+    load_data,
+    resolve_device,
+)
 from stability.study.attention_trial import try_attention
 from stability.study.fresh_process import call_alone, call_for
 from stability.study.processes import train_in_processes
@@ -154,12 +159,19 @@ def check_study(
         _check_gpus(to_train, here)
         check_memory(to_train, jobs, here)
         check_disk(to_train, runs[0].paths.root.parent.parent, keep)
+        on_gpu: list[ArmConfig] = []
         for its_runs in arms.values():
             # the first run of each arm: those of further seeds may train without a probe
             config = its_runs[0].config
+            if not isolated or resolve_device(config).type != "cuda":
+                call(config, _check_parts, config)
+            elif imports_user_modules(config):
+                call_alone(_check_each, [config])
+            else:
+                on_gpu.append(config)
+        if on_gpu:
             # by a process that ends: this one would hold a GPU for as long as the runs need it
-            is_alone = isolated and resolve_device(config).type == "cuda"
-            (call_alone if is_alone else partial(call, config))(_check_parts, config)
+            call_alone(_check_each, on_gpu)
     except ValueError as error:
         raise StudyError(str(error)) from error
     return damaged
@@ -183,6 +195,11 @@ def _call_here(_: ArmConfig, function: Callable[..., T], *args: Any) -> T:
 
 def _find_damage(runs: list[Run]) -> list[list[str]]:
     return [check_existing(run) for run in runs]
+
+
+def _check_each(configs: list[ArmConfig]) -> None:
+    for config in configs:
+        _check_parts(config)
 
 
 def _check_parts(config: ArmConfig) -> None:

@@ -87,14 +87,29 @@ def test_the_process_of_a_study_holds_no_gpu(write_study, tmp_path, monkeypatch,
     """Runs that need all of it, or a GPU that takes one process at a time, come after it."""
     alone, here = [], []
     monkeypatch.setattr(run_study, "resolve_device", lambda _: torch.device(device))
-    monkeypatch.setattr(run_study, "call_alone", lambda function, config: alone.append(config))
+    monkeypatch.setattr(run_study, "call_alone", lambda function, configs: alone.append(configs))
     monkeypatch.setattr(run_study, "try_attention", lambda *_: here.append(1))
     runs = plan_study(load_study(write_study()), tmp_path / "runs")
     check_study(runs, isolated=isolated)
     arms = len({run.arm.name for run in runs})
     on_gpu = device == "cuda"
-    assert len(alone) == arms * (isolated and on_gpu)
+    # all in one process, since each of them first imports all that trains
+    assert [len(configs) for configs in alone] == [arms] * (isolated and on_gpu)
     assert len(here) == arms * (not isolated and on_gpu)
+
+
+def test_arms_that_import_a_users_module_are_tried_each_in_a_process(
+    write_study, tmp_path, monkeypatch
+):
+    """What one does to its process, another one's trial must not find."""
+    alone = []
+    monkeypatch.setattr(run_study, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(run_study, "call_alone", lambda function, configs: alone.append(configs))
+    monkeypatch.setattr(run_study, "imports_user_modules", lambda config: True)
+    runs = plan_study(load_study(write_study()), tmp_path / "runs")
+    check_study(runs, isolated=True)
+    assert len(alone) == len({run.arm.name for run in runs}) > 1
+    assert all(len(configs) == 1 for configs in alone)
 
 
 @pytest.mark.parametrize("place", ["attention", "shadow"])
