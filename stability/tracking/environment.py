@@ -115,7 +115,13 @@ def check_wandb(mode: WandbMode) -> None:
             f"check_wandb: {found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
             "on is joined to its first part by its own id"
         )
-    import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
+    try:
+        import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
+    except ImportError as error:
+        raise ValueError(
+            f"check_wandb: W&B can't be imported: {error}; install wandb with all that it needs, "
+            "or set WANDB_MODE=disabled"
+        ) from error
 
     # `Settings` checks the project and the tags, `setup` the other WANDB_* variables.
     try:

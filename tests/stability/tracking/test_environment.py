@@ -71,6 +71,15 @@ def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_w_and_b_that_cannot_be_imported_is_told_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text("import a_part_of_it_that_is_not_installed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    said = r"imported: No module named 'a_part_.*WANDB_MODE=disabled"
+    with pytest.raises(ValueError, match=said):
+        check_wandb("offline")
+
+
 def test_a_variable_that_is_no_setting_of_w_and_b_is_named(tmp_path):
     code = "from stability.tracking.environment import check_wandb as c; c('offline')"
     done = _run(code, WANDB_BASE_URL="nonsense", HOME=str(tmp_path))
