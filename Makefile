@@ -70,15 +70,26 @@ experiments: $(INSTALLED)
 	$(BIN)/stability experiment all
 
 # Needs an NVIDIA GPU. With GPU_PYTHON=python3, a python that has torch, Triton and pytest already,
-# nothing is installed, and the demo runs only if that python has the other dependencies too.
+# nothing is installed, and trainings are left out if that python lacks the other dependencies. Most
+# of the tests' time is that of compilers: they run side by side where pytest-xdist is there. What
+# fails lets the rest go on, and `make gpu` fails at its end.
 GPU_PYTHON ?= $(BIN)/python
-GPU_TESTS = $(shell grep -rl "mark.gpu" --include="*.py" tests/kernels)
+GPU_JOBS ?= 8
+GPU_TESTS = $(shell grep -rl "mark.gpu" --include="*.py" $(1))
+# pytest-benchmark, where it is there too, warns of pytest-xdist, and a warning is an error here
+BESIDE = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo -p no:benchmark -n $(GPU_JOBS))
+GPU_PYTEST = PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu $(BESIDE)
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
-	PYTHONPATH=kernels:. $(GPU_PYTHON) -m pytest -q -m gpu --confcutdir=tests/kernels $(GPU_TESTS)
-	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda --json kernels/benchmarks/results/cuda.json
-	@if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; \
-	then PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml --out runs/gpu; \
-	else echo 'demo skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi
+	@set -x; failed=; \
+	$(GPU_PYTEST) --confcutdir=tests/kernels $(call GPU_TESTS,tests/kernels) || failed=1; \
+	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda \
+		--json kernels/benchmarks/results/cuda.json || failed=1; \
+	if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; then \
+		$(GPU_PYTEST) $(call GPU_TESTS,tests/stability) || failed=1; \
+		PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml \
+			--out runs/gpu || failed=1; \
+	else echo 'trainings skipped: $(GPU_PYTHON) lacks one of lightning, wandb, datasets, jsonargparse'; fi; \
+	test -z "$$failed"
 
 # the pictures of the documentation, which are committed, and the site in build/site/html
 docs: $(INSTALLED)
