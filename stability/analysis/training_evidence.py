@@ -155,11 +155,11 @@ def _why_no_step(
         )
     step, times = near
     return (
-        f"{said}; {reference} is no farther from the {BASELINE} than a nudge is, "
-        f"{three_figures(times)} times as far at step {step}, so that chaos hides the "
-        f"{BASELINE}'s own error",
-        f"make the low precision the {BASELINE} and the high one the reference; where they are "
-        "so already, add earlier snapshots",
+        f"{said}; {reference} is no farther from the baseline than a nudge is, "
+        f"{three_figures(times)} times as far at step {step}, so that chaos hides the baseline's "
+        "own error",
+        "make the low precision the baseline and the high one the reference; where they are so "
+        "already, add earlier snapshots",
     )
 
 
