@@ -27,13 +27,13 @@ from stability.analysis.study_distances import (
     study_distances,
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.analysis.window import Window
+from stability.analysis.window import Window, nearness_of
 from stability.config.axes import CHANGES_WEIGHTS, axes_of, touches
 from stability.config.commands import is_command
 from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
-from stability.records.distances import DistanceMatrix
+from stability.records.distances import DistanceMatrix, SeedDistances
 
 __all__ = ["training_evidence"]
 
@@ -78,12 +78,7 @@ def training_evidence(
     except ValueError as error:
         return _silent("not measured", str(error), advice(study, "distances"))
     if not window.step:
-        return _silent(
-            "not measured",
-            f"there is no step to judge at: {window.reason}",
-            "let controls and reference run to their ends; where a nudge leaves the limit at once, "
-            "add earlier snapshots",
-        )
+        return _silent("not measured", *_why_no_step(study, window, distances, reference.name))
     return _judge(
         _Question(
             study=study,
@@ -141,6 +136,31 @@ def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
             advice(study, "nudge"),
         )
     return ()
+
+
+def _why_no_step(
+    study: RecordedStudy,
+    window: Window,
+    distances: Mapping[int, SeedDistances],
+    reference: str,
+) -> tuple[str, str]:
+    """Return why no step can be judged, and what to do."""
+    said = f"there is no step to judge at: {window.reason}"
+    nudges = [arm.name for arm in study.arms if arm.role == "nudge"]
+    near = nearness_of(window, distances, nudges, reference)
+    if near is None:
+        return said, (
+            "let controls and reference run to their ends; where a nudge leaves the limit at once, "
+            "add earlier snapshots"
+        )
+    step, times = near
+    return (
+        f"{said}; {reference} is no farther from the baseline than a nudge is, "
+        f"{three_figures(times)} times as far at step {step}, so that chaos hides the baseline's "
+        "own error",
+        "make the low precision the baseline and the high one the reference; where they are so "
+        "already, add earlier snapshots",
+    )
 
 
 def _judge(question: _Question) -> LevelEvidence:

@@ -24,13 +24,21 @@ from dataclasses import dataclass
 
 from stability.analysis.excess import log_excess_of
 from stability.config.schema import BASELINE
-from stability.records.distances import SeedDistances
+from stability.records.distances import DistanceMatrix, SeedDistances
 from stability.records.window import WindowRecord
 
 SETTLING = 10
 """Updates in which a control may leave the limit and come back: 1 / (1 - beta1) of Adam."""
 
-__all__ = ["SETTLING", "Window", "pick_window", "window_changes", "window_of", "window_record"]
+__all__ = [
+    "SETTLING",
+    "Window",
+    "nearness_of",
+    "pick_window",
+    "window_changes",
+    "window_of",
+    "window_record",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +130,42 @@ def _log_excess(
 def _size(value: float) -> float:
     # weights that are NaN are as far as can be
     return math.inf if math.isnan(value) else abs(value)
+
+
+def nearness_of(
+    window: Window,
+    distances: Mapping[int, SeedDistances],
+    nudges: Sequence[str],
+    reference: str,
+) -> tuple[int, float] | None:
+    """Return where a reference this near to the baseline left no step, and how near; else None.
+
+    The step is the first one at which E of a nudge is on record, the distance that of the reference
+    over that of the furthest nudge, both from the baseline: their geometric mean over seeds, if it
+    is 1 or less. Then E measures by less than chaos moves, as from a baseline in FP32. None as well
+    where the rule ended at a step that lacks a snapshot, which is another reason.
+    """
+    steps = _steps(distances)
+    later = [step for step in steps if step > SETTLING]
+    known = [
+        step
+        for step in steps
+        if step in window.log_excess and all(step in x.weights for x in distances.values())
+    ]
+    if window.step or not known or (later and later[0] not in known):
+        return None
+    near = [_over_nudge(found.weights[known[0]], nudges, reference) for found in distances.values()]
+    if not all(0 < each < math.inf for each in near):
+        return None
+    nearness = math.exp(math.fsum(map(math.log, near)) / len(near))
+    return (known[0], nearness) if nearness <= 1 else None
+
+
+def _over_nudge(matrix: DistanceMatrix, nudges: Sequence[str], reference: str) -> float:
+    """Return the reference's distance from the baseline over the furthest nudge's, 0 if unknown."""
+    own = matrix.between(BASELINE, reference)
+    furthest = max((matrix.between(nudge, BASELINE) or 0.0 for nudge in nudges), default=0.0)
+    return own / furthest if own and furthest else 0.0
 
 
 def window_record(

@@ -17,7 +17,7 @@ from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 
 if TYPE_CHECKING:
-    from attention_kernels.testing.check import CheckReport
+    from attention_kernels.testing.check import CheckReport, Finding
     from attention_kernels.testing.laws import Inputs
 
 __all__ = ["check", "option_help", "split_options"]
@@ -170,7 +170,7 @@ def _print(report: "CheckReport") -> None:
         print_line(textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent="  "))
 
     say(report.sentence)
-    for finding in report.findings[1:9]:
+    for finding in _rests_on(report)[:8]:
         say(f"{', '.join(finding.dtypes)}: {finding.sentence}", 2)
     for reason, cells in report.unsupported.items():
         say(f"unsupported in {len(cells)} cells: {reason}", 2)
@@ -202,6 +202,25 @@ def _print(report: "CheckReport") -> None:
             "inputs: if it is meant to round so, write policy: {max_error_ratio: 4.0} into the "
             "study before its first run."
         )
+
+
+def _rests_on(report: "CheckReport") -> "list[Finding]":
+    """Return what the answer rests on and does not say itself.
+
+    Of how far a result errs one figure: of its rows, which tell where, else of all, else of ranges.
+    """
+    ways = ("row", "error ratio", "range")
+    of_errors: dict[str, str] = {}
+    for what in ways:
+        for finding in report.findings[1:]:
+            if finding.what == what:
+                of_errors.setdefault(finding.noun, what)
+    return [
+        finding
+        for finding in report.findings[1:]
+        if finding.sentence not in report.sentence
+        and (finding.what not in ways or of_errors[finding.noun] == finding.what)
+    ]
 
 
 def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:

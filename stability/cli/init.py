@@ -23,6 +23,7 @@ TRIAL = 2
 """Updates of the trial."""
 STEPS = 100
 """Updates of an arm, unless others are asked for."""
+_OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
 
 
 def init(
@@ -154,15 +155,19 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
     said = yaml.dump(
         {"base": base}, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=1000
     )
+    switch = _OF_SWITCHES if place == "{flags}" else ""
     return f"""name: {name}
 question: Does the candidate matter?
 
 {said}
 arms:
+  # the base is the baseline: the low precision, as BF16, whose own error a verdict measures by;
+  # with FP32 as the baseline a nudge is as far as that error, and no step can be judged
   # what is in question: another value of one flag, variable (env), commit (ref) or python
-  # candidate:
+{switch}  # candidate:
   #   flags: {{a-flag: its-other-value}}
-  # the baseline one precision higher, from which both sides' distances are measured
+  # the baseline one precision higher, from which both sides' distances are measured: beside BF16 by
+  # autocast FP32, on weights of the same dtype
   # reference:
   #   role: reference
   #   flags: {{a-precision: a-higher-one}}

@@ -15,7 +15,16 @@ from stability.records.plain_files import check_plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_same_weights", "hash_state", "read_snapshot", "write_snapshot"]
+__all__ = [
+    "check_same_weights",
+    "hash_state",
+    "read_snapshot",
+    "snapshot_dtypes",
+    "write_snapshot",
+]
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What safetensors calls torch's dtypes of weights."""
 
 
 def write_snapshot(path: Path, state: "Mapping[str, Tensor]") -> None:
@@ -45,6 +54,24 @@ def read_snapshot(path: Path) -> "dict[str, Tensor]":
         return safetensors.torch.load_file(check_plain(path))
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{path}: must be a whole snapshot: {error}") from error
+
+
+def snapshot_dtypes(path: Path) -> dict[str, str]:
+    """Return the dtype of each floating weight of a snapshot by name, as `float32`.
+
+    Of its file the header alone is read. None where it is missing or damaged, or many wrote it.
+    """
+    import safetensors  # heavy: numpy
+
+    if not path.is_file():
+        return {}
+    try:
+        with safetensors.safe_open(check_plain(path), "numpy") as file:
+            names = file.keys()
+            codes = {name: file.get_slice(name).get_dtype() for name in names}
+    except (OSError, safetensors.SafetensorError):
+        return {}
+    return {name: _DTYPES[code] for name, code in codes.items() if code in _DTYPES}
 
 
 def check_same_weights(

@@ -50,7 +50,13 @@ from stability.study.foreign_checks import (
     check_sources,
 )
 from stability.study.foreign_plan import ForeignRun, check_free
-from stability.study.given_start import GIVEN, check_given, start_notes, start_variables
+from stability.study.given_start import (
+    GIVEN,
+    check_dtypes,
+    check_given,
+    start_notes,
+    start_variables,
+)
 from stability.study.late_start import checkpoint_entry
 from stability.study.rerun_notes import rerun_notes
 from stability.study.run import locked
@@ -272,6 +278,7 @@ def _write(
     files.update(resolved=resolved)
     _note(files, doubts=moved.values())
     check_seeds(run, spooled)
+    check_dtypes(run, spooled)
     if baseline:
         _hold_against(baseline, run, files)
     _log_updates(writer, spooled, git)

@@ -351,7 +351,8 @@ def _bad_values(name: str, x: Tensor, bad: Tensor, where: Reference) -> Breach:
     empty = ~where.cell.visible().any(-1)
     at = "in every row" if len(rows) == x.shape[2] else f"in rows {_some(rows)}"
     if name in ("out", "lse", "dq") and empty.any() and empty[rows].all():
-        at = f"in the rows that attend no key, {_some(rows)}"
+        right = "-inf" if name == "lse" else "0"
+        at = f"in the rows that attend no key, {_some(rows)}, which must be {right}"
     heads = by_row.any(-1).any(0).nonzero().flatten().tolist()
     if len(heads) < x.shape[1]:
         at += f" of head {_some(heads)}"

@@ -94,6 +94,9 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
     common = where_in_words(_failing_cells(found), {x.where.cell for x in measured})
     ending = f"; {common}" if common else ""
     if best is None or not best[0].names_it():
+        said = _in_empty_rows(found)
+        if said:
+            return Diagnosis(noun="empty rows", sentence=said + ending, explained=1.0)
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
     sentence = f"{_in_words(fit, case, found)}{ending}"
@@ -325,6 +328,26 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
         text += f", in batch entry {numbers_in_words(fit.batches)} alone"
     alike = f"; or {'; or '.join(fit.alike[:2])}: alike in this cell" if fit.alike else ""
     return f"{text} (seen in {', '.join(results)}){alike}"
+
+
+def _in_empty_rows(found: Sequence[Excess]) -> str:
+    """Return that rows which attend no key hold what no mistake gives; "" if others are off."""
+    if any(cell.visible().any(-1).all() for cell in _failing_cells(found)):
+        return ""
+    by_query = [e for e in found if e.statistic == "row" and e.result in _BY_QUERY]
+    outs = [excess for excess in by_query if excess.result == "out"]
+    for excess in by_query:
+        visible = excess.evidence[0].where.cell.visible().any(-1)
+        if visible[list(excess.rows)].any():
+            return ""
+    if not outs:
+        return ""
+    failing = {excess.result for excess in found}
+    return (
+        "rows that attend no key hold other values, and must be 0: empty rows, "
+        f"{heads_in_words(outs[0].heads, outs[0].of_heads)} "
+        f"(seen in {', '.join(name for name in RESULTS if name in failing)})"
+    )
 
 
 def _plain(found: Sequence[Excess]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import ReplacedCalls, replace_attention
 from .environment import changed_since, environment, own_files, own_modules
 from .evaluations import Evaluations, returned_loss
-from .given_start import StartRefused, give_start, read_start
+from .given_start import give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .installed import installed_code, own_libraries
@@ -25,6 +25,7 @@ from .names import buffers_of, frozen_beside
 from .nudge import nudge_weights
 from .planned import is_due
 from .spool import Spool
+from .start_dtypes import read_dtypes
 from .taken_start import hash_start
 from .training import Training
 from .witness import InsideWitness
@@ -56,11 +57,8 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         if witness:
             witness.begin(state)
         sources.update(own_files().values())
-        try:
+        with spool.telling_refusals():
             return start_of(state, asked, rank, switches())
-        except StartRefused as error:
-            spool.write({"kind": "refused", "why": error.why})
-            raise
 
     def told() -> Dict[str, Any]:
         sources.update(own_files().values())
@@ -179,6 +177,7 @@ def start_of(
         "init": before,
         "buffers": buffers,
         "given": {"own": own} if given else {},
+        "baseline_dtypes": read_dtypes(asked.get("STABILITY_START_DTYPES", "")),
         "nudged": bool(ulps),
         "rank": torch.distributed.get_rank() if group > 1 else rank,
         "world": group,

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, Mapping, Optional
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Mapping, Optional
 
 import torch
 from torch import Tensor
+
+from .given_start import StartRefused
 
 __all__ = ["FORKED", "Spool"]
 
@@ -60,6 +63,15 @@ class Spool:
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with open(f"{self._path_of(os.getpid())}.jsonl", "a", encoding="utf-8") as file:
             file.write(text)
+
+    @contextmanager
+    def telling_refusals(self) -> Iterator[None]:
+        """Write down why a start was refused, before the process ends."""
+        try:
+            yield
+        except StartRefused as error:
+            self.write({"kind": "refused", "why": error.why})
+            raise
 
     def save(self, step: int, state: Dict[str, Tensor]) -> str:
         """Write a state, whole or not at all, and return the file's name."""

@@ -9,6 +9,7 @@ What is asked for stands in the environment (`recorder.launch` puts it there):
 - `STABILITY_SNAPSHOTS`, `STABILITY_LOOKS`: the updates after which weights are kept, and those
   whose dtypes are looked at; empty for a series of their own
 - `STABILITY_START`: the file of the weights that it is given
+- `STABILITY_START_DTYPES`: the file of the dtypes that its own have to have
 - `STABILITY_NUDGE`: units in the last place and the number of the draw, on top of these
 - `STABILITY_ATTENTION`: what takes the place of `scaled_dot_product_attention`
 - `STABILITY_HELD_OUT`: what the held-out loss is of

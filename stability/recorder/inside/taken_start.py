@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .environment import hash_state
-from .given_start import was_set_anew
+from .given_start import StartRefused, was_set_anew
 from .names import frozen_beside, masters_of, other_buffers, owners_of, version_of, whole
+from .start_dtypes import other_dtypes
 from .start_parts import hash_buffers, hash_optimizers, hash_part, is_strided, set_since
 
 __all__ = ["TakenStart", "copied", "hash_start"]
@@ -41,8 +42,9 @@ class TakenStart:
     """The start state as it was taken; `begun` is what is told of it, and is kept true.
 
     It has the hash of the start, `init`, the names of its `buffers`, and says whether weights were
-    `given` or `nudged`, and which of them the script has `set_anew` since. `taken_anew` is called
-    when the start is taken once more.
+    `given` or `nudged`, and which of them the script has `set_anew` since. `baseline_dtypes` are
+    what its weights have to have, and are no part of what is told. `taken_anew` is called when the
+    start is taken once more.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TakenStart:
     ) -> None:
         self._state, self._begun, self._taken_anew = state, begun, taken_anew
         self._buffers: Sequence[str] = begun.get("buffers", ())
+        self._dtypes: Dict[str, str] = begun.pop("baseline_dtypes", {})
         self._copied = copied(state)
         self._is_checked = False
         self._seen: Dict[str, Tuple[int, int]] = {}
@@ -86,11 +89,16 @@ class TakenStart:
     def step_begins(self, optimizers: Sequence[Optimizer]) -> None:
         """Hold it against the weights before the first step, and note what the optimizers hold.
 
-        Every rank must ask.
+        Every rank must ask. `StartRefused` if the weights are of other dtypes than the baseline's.
         """
         if self._is_checked:
             return
         self._is_checked = True
+        # not sooner: a script may cast its weights after a trial pass
+        own = {x: str(self._state[x].dtype) for x in self._state if x not in self._buffers}
+        own = {name: dtype.replace("torch.", "") for name, dtype in own.items()}
+        if said := other_dtypes(own, self._dtypes):
+            raise StartRefused(said)
         self._begun["start_optimizers"] = hash_optimizers(optimizers, self._state)
         was = self._begun["start_buffers"]
         self._note_buffers(self._by_script)

@@ -386,7 +386,7 @@ class Training:
     def _check_start(self) -> None:
         """See before the first step whether the script has left the weights as they were taken."""
         if self._start is not None and not self._has_begun:
-            with one_search():
+            with one_search(), self._spool.telling_refusals():
                 self._start.step_begins(self.optimizers)
 
     def _take_start(self) -> None:

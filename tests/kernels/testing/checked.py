@@ -24,6 +24,9 @@ PLAIN = [cell for cell in QUICK if cell.is_plain()]
 UNEQUAL = [cell for cell in QUICK if cell.shape.query_len != cell.shape.key_len]
 
 
+EMPTY_ROWS = [cell for cell in QUICK if not cell.visible().any(-1).all()]
+
+
 def quick(attention, dtype="bf16", cells=None, **options):
     return check_attention(attention, dtypes=[dtype], quick=True, cells=cells, **options)
 

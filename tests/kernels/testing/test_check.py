@@ -8,7 +8,7 @@ import torch
 from attention_kernels.testing import Shape, check_attention, plant
 from attention_kernels.testing.cells import DTYPES
 from attention_kernels.testing.laws import draw
-from tests.kernels.testing.checked import FEW, PLAIN, UNEQUAL, golden, plain, quick
+from tests.kernels.testing.checked import EMPTY_ROWS, FEW, PLAIN, UNEQUAL, golden, plain, quick
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,6 +33,42 @@ def test_a_planted_fault_is_found_and_named(fault, dtype, said):
     report = quick(plant(plain, fault), dtype, FEW)
     assert not report.passed
     assert re.search(said, report.sentence), report.sentence
+
+
+def _with_empty_rows(fill, gain=1.0):
+    """Plain attention, `fill` in rows that attend no key, and a factor on all the others."""
+
+    def attention(q, k, v, *, causal, scale=None):
+        out = gain * plain(q, k, v, causal=causal, scale=scale)
+        missing = q.shape[2] - k.shape[2] if causal else 0
+        return (
+            out if missing <= 0 else torch.cat([fill(out[:, :, :missing]), out[:, :, missing:]], 2)
+        )
+
+    return attention
+
+
+def test_a_row_that_attends_no_key_must_be_zero_whatever_is_there_instead():
+    said = {
+        what: quick(_with_empty_rows(fill), cells=[*FEW, *EMPTY_ROWS]).sentence
+        for what, fill in {
+            "sevens": lambda rows: torch.full_like(rows, 7.0),
+            "no number": lambda rows: torch.full_like(rows, torch.nan),
+        }.items()
+    }
+    wanted = (
+        "rows that attend no key hold other values, and must be 0: empty rows, in every head (s"
+    )
+    assert wanted in said["sevens"]
+    assert re.search(
+        r"NaN in out in the rows that attend .* which must be 0, in 1 of", said["no number"]
+    )
+
+
+def test_empty_rows_are_not_blamed_for_what_is_wrong_elsewhere():
+    sevens = _with_empty_rows(lambda rows: torch.full_like(rows, 7.0), gain=1.5)
+    for cells in (EMPTY_ROWS, [*FEW, *EMPTY_ROWS]):
+        assert "hold other values" not in quick(sevens, cells=cells).sentence
 
 
 def test_what_is_refused_is_listed_and_all_of_it_is_no_pass():

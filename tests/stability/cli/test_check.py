@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from attention_kernels.testing.cells import QUICK
+from attention_kernels.testing.check import CheckReport, Finding
+from stability.cli.check import _print
 from stability.cli.main import main
 
 
@@ -34,6 +36,26 @@ def test_a_right_attention_of_ones_own_holds(my_kernels, capfd):
     report = json.loads(capfd.readouterr().out)  # the kernel's own lines are not in it
     assert report["passed"]
     assert report["cells"] == len({row["cell"] for row in report["statistics"]})
+
+
+def test_of_how_far_a_result_errs_one_line_is_printed_and_none_that_is_said_above(capsys):
+    told = [
+        ("diagnosis", "out", "dv errs 6 times; nothing known explains it"),
+        ("range", "out", "out errs up to 9 times in ranges"),
+        ("row", "out", "out errs up to 8 times in row 3"),
+        ("gain", "out", "out is 1.5 times what it should be"),
+        ("error ratio", "out", "out errs 7 times"),
+        ("range", "dk", "dk errs up to 5 times in ranges"),
+        ("error ratio", "dv", "dv errs 6 times"),
+    ]
+    findings = [Finding(what=x, noun=of, sentence=said, dtypes=("bf16",)) for x, of, said in told]
+    _print(CheckReport(name="mine", dtypes=("bf16",), cells=1, findings=tuple(findings)))
+    assert capsys.readouterr().out.splitlines() == [
+        "mine FAILS at bf16: dv errs 6 times; nothing known explains it",
+        "  bf16: out errs up to 8 times in row 3",
+        "  bf16: out is 1.5 times what it should be",
+        "  bf16: dk errs up to 5 times in ranges",
+    ]
 
 
 @pytest.mark.slow

@@ -90,6 +90,17 @@ def test_the_arms_that_are_to_be_filled_in_are_those_of_a_verdict(tmp_path: Path
     assert roles == ["baseline", "candidate", "reference", "broken", "rerun", "nudge"]
 
 
+def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:
+    command = ["python", "train.py", "--seed", "{seed}"]
+    said = " ".join(study_text("mine", command, {}, 7).replace("#", "").split())
+    assert "the base is the baseline: the low precision, as BF16, whose own error a verdict" in said
+    assert "with FP32 as the baseline a nudge is as far as that error, and no step can be" in said
+    assert "beside BF16 by autocast FP32, on weights of the same dtype reference:" in said
+    assert "bf16: true for --bf16" in said
+    # there a flag has a value: `bf16: true` is bf16=true
+    assert "bf16: true" not in study_text("mine", ["python", "train.py", "lr=1"], {}, 7)
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [

@@ -12,6 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 from stability.analysis.pair_contract import prove_pair
 from stability.recorder.inside.given_start import StartRefused, give_start, was_set_anew
 from stability.recorder.inside.names import named_state
+from stability.recorder.inside.taken_start import TakenStart
+from stability.records.snapshots import snapshot_dtypes, write_snapshot
 from tests.stability.recorder.recording import Recording, words
 
 SAME = ("--same-start", "true")
@@ -26,6 +28,8 @@ if "--other" in sys.argv:
     torch.rand(7)  # other random numbers, as another order of modules draws
 width = 5 if "--wide" in sys.argv else 4
 model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+if "--double" in sys.argv:
+    model.double()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = torch.Generator().manual_seed(1)
 if "--anew" in sys.argv:
@@ -33,9 +37,10 @@ if "--anew" in sys.argv:
     nn.init.ones_(model[0].weight)
 for _ in range(4):
     x, y = torch.randn(6, 3, generator=data), torch.randint(0, 2, (6,), generator=data)
-    F.cross_entropy(model(x), y).backward()
+    F.cross_entropy(model(x.to(model[0].weight.dtype)), y).backward()
     optimizer.step()
     optimizer.zero_grad()
+    print("an update was made")
 """
 
 
@@ -132,6 +137,63 @@ def test_a_given_start_that_the_script_undoes_or_can_not_take_is_refused(
     said = capsys.readouterr().out
     assert re.search(r"same_start: 0\.bias must have the baseline's shape \(4,\), has \(5,\)", said)
     assert study.manifest("wide").state == "failed"
+
+
+@pytest.mark.slow
+def test_an_arm_of_another_dtype_is_refused_before_its_first_update_and_both_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = study_of(tmp_path)
+    assert study.record("baseline") == 0
+    capsys.readouterr()
+    assert study.record("double", "--double") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    wanted = "start weights must have the baseline's dtypes, 0.weight is float64 and not float32"
+    assert wanted in said
+    assert "an update was made" not in said
+    assert study.manifest("double").state == "failed"
+    assert study.record("declared", "--double", options=("--may-change", "init,batches")) == 0
+
+    # where nothing was told to the training: a door that a script opens itself
+    monkeypatch.setattr("stability.study.foreign.start_variables", lambda run, folder: {})
+    capsys.readouterr()
+    assert study.record("later", "--double") == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "an update was made" in said
+    assert f"pair contract: later, seed 0: {wanted}" in said
+
+
+def test_dtypes_are_held_against_the_baselines_at_the_first_step_and_not_before() -> None:
+    """A script may cast its weights after a trial pass."""
+    own = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(own.parameters())
+    state = dict(own.named_parameters())
+    for is_cast in (True, False):
+        begun = {"init": "", "baseline_dtypes": dict.fromkeys(state, "float32")}
+        start = TakenStart(dict(state), begun, [optimizer], lambda: None)
+        assert "baseline_dtypes" not in begun
+        if is_cast:
+            own.float()
+            start.step_begins([optimizer])
+            own.double()
+            continue
+        with pytest.raises(StartRefused) as refused:
+            start.step_begins([optimizer])
+        assert refused.value.why.startswith(
+            "start weights must have the baseline's dtypes, weight is float64 and not float32, and "
+            "1 more; let the arm compute"
+        )
+
+
+def test_the_dtypes_of_a_snapshot_are_those_of_its_weights(tmp_path: Path) -> None:
+    kinds = {"d": torch.float64, "f": torch.float32, "h": torch.float16, "b": torch.bfloat16}
+    path = tmp_path / "step-00000000.safetensors"
+    assert snapshot_dtypes(path) == {}
+    state = {name: torch.ones(2, dtype=kind) for name, kind in kinds.items()}
+    write_snapshot(path, {**state, "seen": torch.tensor(3)})
+    assert snapshot_dtypes(path) == {name: str(x.dtype)[6:] for name, x in state.items()}
+    path.write_bytes(path.read_bytes()[:5])
+    assert snapshot_dtypes(path) == {}
 
 
 def test_a_start_can_not_be_both_the_baselines_and_another(

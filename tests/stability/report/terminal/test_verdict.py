@@ -1,6 +1,7 @@
 """The verdict in the terminal: the answer first, the table of evidence within 80 columns."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -68,6 +69,16 @@ def test_each_level_has_its_sentence_in_the_lines():
     text = " ".join(" ".join(verdict_lines(verdict, verdict.arms)).split())
     for level, state in zip(LEVELS, STATES, strict=True):
         assert f"a_candidate_of_a_long_name at the {level} is {state}" in text
+
+
+def test_what_e_is_stands_once_and_only_beside_a_figure_of_it():
+    plain = study_verdict()
+    arms = (replace(plain.arms[0], sentence="its intervals exclude E 1.04, E 1.1"), *plain.arms[1:])
+    for verdict, count in ((plain, 0), (replace(plain, arms=arms), 1)):
+        for lines in (verdict_lines(verdict, verdict.arms), printed(verdict).splitlines()):
+            said = [line for line in lines if line.startswith("E: an arm's distance from the ref")]
+            assert len(said) == count
+            assert all(len(line) <= 80 for line in said)
 
 
 def test_wandb_gets_a_row_for_each_arm_and_level():
