@@ -24,7 +24,7 @@ bit, on random operands. Where both have a row, they agree. Where sources differ
   bits, which are the 13 and the leading one.
 - `zero_exponent` is MMA-Sim's; arXiv 2512.07004 has it for Hopper and Blackwell.
 
-`benchmarks/tensor_core_probe.py` compares a GPU with its rows; an H100 has the bits of `hopper_*`,
+`benchmarks/tensor_core_probe.py` compares a GPU with its rows; an H200 has the bits of `hopper_*`,
 which cut toward zero (`kernels/README.md`).
 
 This module computes nothing (`tensor_core` does). It imports no torch, as `numerics` does not.
