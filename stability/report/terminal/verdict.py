@@ -53,7 +53,7 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     console.print()
     for row in rows:
         console.print(as_text(f"{row.arm} {row.answer}. {row.sentence}"))
-    again = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
+    again = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))
@@ -77,7 +77,7 @@ def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[s
         lines += _wrapped(f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}.")
     for arm in arms:
         lines += _arm_lines(arm)
-    more = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
+    more = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"Look at {verdict.look} seeds" if verdict.look else "No look yet"
     return [*lines, "", *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]
 
