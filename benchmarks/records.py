@@ -41,6 +41,9 @@ class Silent:
     def run_noted(self, arm: str, seed: int, text: str) -> None:
         """Ignore."""
 
+    def wandb_failed(self, arm: str, seed: int, text: str) -> None:
+        """Ignore."""
+
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Ignore."""
 

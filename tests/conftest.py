@@ -67,6 +67,10 @@ class SilentObserver:
         """Remember what was said."""
         self.notes.append(text)
 
+    def wandb_failed(self, arm: str, seed: int, text: str) -> None:
+        """Remember it as a note."""
+        self.notes.append(text)
+
     def study_noted(self, text: str) -> None:
         """Remember what is done beside training."""
         self.study_notes.append(text)

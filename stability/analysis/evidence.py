@@ -14,11 +14,19 @@ that are NaN, has the p-value 0. Leaves out how a level is measured and how leve
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-__all__ = ["LEVELS", "Level", "LevelEvidence", "LevelState", "silent_level"]
+__all__ = [
+    "LEVELS",
+    "Level",
+    "LevelEvidence",
+    "LevelState",
+    "agreeing",
+    "listed",
+    "silent_level",
+]
 
 Level = Literal["operator", "gradient", "training", "outcome"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -69,3 +77,15 @@ def silent_level(
     return LevelEvidence(
         level=level, state=state, sentence=f"{said}: {reason}.", cell=cell, decides=decides
     )
+
+
+def listed(levels: Sequence[Level]) -> str:
+    """Return levels as a subject: `the gradient level`, `the operator and outcome levels`."""
+    *first, last = levels
+    names = f"{', '.join(first)} and {last}" if first else last
+    return f"the {names} level{'s' if first else ''}"
+
+
+def agreeing(levels: Sequence[Level], verb: Literal["is", "does", "holds"]) -> str:
+    """Return the form of a verb that agrees with levels as a subject."""
+    return verb if len(levels) == 1 else {"is": "are", "does": "do", "holds": "hold"}[verb]

@@ -24,6 +24,7 @@ import numpy as np
 from stability.analysis.advice import advice
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.looks import Samples, plain_looks
+from stability.analysis.more_looks import more_looks
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
@@ -46,6 +47,9 @@ _OF_THE_MACHINE = re.compile(
     re.IGNORECASE,
 )
 """What an exception says that is no fault of the attention which was being computed."""
+
+_WILD_DECIDES = "what the attention does at that step: more looks can't excuse that one"
+_NO_ROUNDING_DECIDES = "a baseline with rounding of its own"
 
 
 def gradient_evidence(
@@ -72,7 +76,10 @@ def gradient_evidence(
             "gradient", "not measured", "no look at the model's gradient is on record", decides
         )
     run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
-    return _judged(run, policy)
+    found = _judged(run, policy)
+    if found.state != "undecided" or found.decides in (_WILD_DECIDES, _NO_ROUNDING_DECIDES):
+        return found
+    return replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'gradient')}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +131,7 @@ def _without_wild_looks(
         sentence=f"Plainly beyond in {int(plain.sum())} of {len(ratios)} looks: the gradient errs "
         f"{three_figures(ratios[worst])} times as far as the baseline's at step {worst}. "
         f"{found.sentence}",
-        decides="what the attention does at that step: more looks can't excuse that one",
+        decides=_WILD_DECIDES,
         p_holds=1.0,
     )
 
@@ -193,7 +200,7 @@ def _no_yardstick() -> LevelEvidence:
         sentence="The baseline's gradient is the golden's to the bit, so that any error is "
         "infinitely larger.",
         cell="baseline exact",
-        decides="a baseline with rounding of its own",
+        decides=_NO_ROUNDING_DECIDES,
     )
 
 

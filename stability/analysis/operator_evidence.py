@@ -30,6 +30,7 @@ from stability.analysis.looks import (
     plain_looks,
     standard_error,
 )
+from stability.analysis.more_looks import more_looks
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.operator_coverage import unseen
 from stability.analysis.place_table import (
@@ -72,6 +73,8 @@ def operator_evidence(
     found = judge_operator(tables, policy, nonfinite=bad)
     if found.state == "not measured":
         found = replace(found, decides=advice(study, "operator"))
+    elif found.decides and found.decides != _WILD_DECIDES:
+        found = replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'operator')}")
     missing = unseen(study, arm, tables)
     if not missing or found.state == "harmed":
         return found

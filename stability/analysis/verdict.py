@@ -25,9 +25,10 @@ from typing import Any, Literal
 
 from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.drift_notes import unproven_clause
-from stability.analysis.evidence import LEVELS, Level, LevelEvidence, silent_level
+from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, listed, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import lost_seeds, what_is_lost
+from stability.analysis.more_looks import gaining, more_looks, outlook
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
@@ -96,6 +97,8 @@ class ArmVerdict:
     """On how many seeds it was judged: those of the look; fewer than 3 are no look."""
     confounded: bool = False
     """Whether the arm changes several axes."""
+    gains: tuple[Level, ...] = ()
+    """The levels that are undecided and that more seeds may decide."""
 
     @property
     def is_control(self) -> bool:
@@ -135,6 +138,15 @@ class StudyVerdict:
     """The one-sided error rate of the look."""
     exploratory: tuple[str, ...] = ()
     """What was changed after the protocol was sealed; where it is not empty, nothing is proven."""
+
+    @property
+    def outlook(self) -> str:
+        """What more seeds would do, a clause; empty after the last look."""
+        levels = [one for arm in self.candidates for one in arm.levels.values()]
+        is_open = self.look and any(one.state == "undecided" for one in levels)
+        if is_open and not any(arm.gains for arm in self.candidates):
+            return "more seeds add nothing to what is undecided"
+        return f"the next look is at {self.next_look} seeds" if self.next_look else ""
 
     @property
     def candidates(self) -> tuple[ArmVerdict, ...]:
@@ -255,7 +267,7 @@ def _judge(
         # before the first look only facts count: p-values of 0
         share = alpha if look_at(counts[arm.name]) else 0.0
         levels: dict[Level, LevelEvidence] = {
-            level: _at_look(evidence, corrected.get((arm.name, level), 1.0), share)
+            level: _at_look(study, arm, evidence, corrected.get((arm.name, level), 1.0), share)
             for level, evidence in found[arm.name].items()
         }
         assay = assays.get(arm.name) or _no_assay_needed()
@@ -270,20 +282,22 @@ def _judge(
                 sentence=sentence,
                 seeds=look_at(counts[arm.name]) or counts[arm.name],
                 confounded=arm.axis == "many",
+                gains=gaining(study, arm, levels),
             )
         )
     return tuple(verdicts)
 
 
-def _at_look(evidence: LevelEvidence, p_harmed: float, share: float) -> LevelEvidence:
+def _at_look(
+    study: RecordedStudy, arm: RecordedArm, evidence: LevelEvidence, p_harmed: float, share: float
+) -> LevelEvidence:
     """Return `evidence` with the state that it has at the error rate of this look."""
     p = {"harmed": p_harmed, "holds": evidence.p_holds}.get(evidence.state, math.nan)
     # NaN: a level that holds by something else than a test
     if not p > share:
         return evidence
-    # these two are looked at in few seeds, or in one alone
-    few = evidence.level in ("operator", "gradient")
-    more = "more looks (more steps, or a probe that looks more often)" if few else "more seeds"
+    of_looks = evidence.level in ("operator", "gradient")
+    more = f"more looks, {more_looks(study, arm, evidence.level)}" if of_looks else "more seeds"
     decides = (
         f"{more}; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
         if share
@@ -309,27 +323,26 @@ def _outcome(
         for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
     }
     if by_state["harmed"]:
-        return "FAIL", f"it is surely harmed at {_listed(by_state['harmed'])}"
+        return "FAIL", f"it is surely harmed at {listed(by_state['harmed'])}"
     no_baseline = _baseline_lost(study, look_at(count) or count)
     if no_baseline:
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     silent, needed = by_state["not applicable"], _needed(study, arm)
-    rest = f"; {_listed(silent)} {_verb(silent, 'does')} not apply" if silent else ""
+    rest = f"; {listed(silent)} {agreeing(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
         return "INCONCLUSIVE", (
             f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(needed)}{rest}"
         )
     if by_state["not measured"]:
         lacking = by_state["not measured"]
-        return "INCONCLUSIVE", f"{_listed(lacking)} {_verb(lacking, 'is')} not measured{rest}"
+        return "INCONCLUSIVE", f"{listed(lacking)} {agreeing(lacking, 'is')} not measured{rest}"
     if len(silent) == len(levels):
         return "INCONCLUSIVE", "no level applies to what it changes"
     if by_state["undecided"]:
-        more = next_look(count)
-        then = f"; the next look is at {more} seeds" if more else "; this was the last look"
         open_ = by_state["undecided"]
-        return "INCONCLUSIVE", f"{_listed(open_)} {_verb(open_, 'is')} undecided{then}{rest}"
-    hold = f"{_listed(by_state['holds'])} {_verb(by_state['holds'], 'holds')}"
+        then = outlook(open_, gaining(study, arm, levels), next_look(count))
+        return "INCONCLUSIVE", f"{listed(open_)} {agreeing(open_, 'is')} undecided; {then}{rest}"
+    hold = f"{listed(by_state['holds'])} {agreeing(by_state['holds'], 'holds')}"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     if refused := _refused(needed):
         return "INCONCLUSIVE", f"{hold}, but not every pair does: {refused}"
@@ -442,18 +455,6 @@ def _trouble(arms: Sequence[RecordedArm]) -> str:
     arm, seed, message = failed[0]
     name = "" if arm == arms[-1] else f"{arm.name}, "
     return f"; {name}seed {seed} failed: {message}"
-
-
-def _listed(levels: Sequence[Level]) -> str:
-    """Return levels as a subject: `the gradient level`, `the operator and outcome levels`."""
-    *first, last = levels
-    names = f"{', '.join(first)} and {last}" if first else last
-    return f"the {names} level{'s' if first else ''}"
-
-
-def _verb(levels: Sequence[Level], verb: Literal["is", "does", "holds"]) -> str:
-    """Return the form of a verb that agrees with levels as a subject."""
-    return verb if len(levels) == 1 else {"is": "are", "does": "do", "holds": "hold"}[verb]
 
 
 def _no_assay_needed() -> ArmAssay:

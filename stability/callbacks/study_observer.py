@@ -23,6 +23,10 @@ class StudyObserver(Protocol):
         """Something about a run that its user should know, e.g. a record that was damaged."""
         ...
 
+    def wandb_failed(self, arm: str, seed: int, text: str) -> None:
+        """W&B can't be reached from a run, so that no run that starts later tries it."""
+        ...
+
     def study_noted(self, text: str) -> None:
         """What is done while no run trains, and may take a while."""
         ...

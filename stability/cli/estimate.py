@@ -1,18 +1,26 @@
 """`stability estimate STUDY.yaml`: what a study will take, before anything of it is written."""
 
+import os
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stability.analysis.sequential import LOOKS
 from stability.cli.output import HOLDS, print_json, print_line
 from stability.cli.run import option_help, split_options
 from stability.config.command_study import is_command_study
 from stability.config.load import load_study
-from stability.config.study import Keep
+from stability.config.study import Keep, StudyConfig
+from stability.report.view.plain_text import readable
 
 if TYPE_CHECKING:
     from stability.study.cost_estimate import StudyCost
 
 __all__ = ["estimate", "option_help", "split_options"]
+
+LONG_S = 600
+"""Of a study that takes longer it is said what would shorten it."""
 
 
 def estimate(
@@ -23,8 +31,8 @@ def estimate(
 ) -> int:
     """Say how long a study trains here, what it leaves on disk, and the memory it needs at least.
 
-    A few updates of each arm are made in a temporary folder, which takes some seconds an arm; no
-    run is begun, and nothing is kept.
+    A few updates of each arm are made in a temporary folder, and standard error says of which; no
+    run is begun, and nothing is kept. Of a study that takes long it says what would shorten it.
 
     Args:
         study: the study's YAML file
@@ -38,36 +46,89 @@ def estimate(
             "there `stability run` tells the time left once a run has ended"
         )
     config = load_study(study, overrides)
+    _tell(f"{config.name}: a few updates of each arm are timed in a temporary folder")
     from stability.study.assemble import quieten_lightning  # heavy: torch, Lightning
     from stability.study.cost_estimate import cost_of
     from stability.study.run_study import plan_study
 
     quieten_lightning()
-    cost = cost_of(plan_study(config, Path("runs")), keep or config.keep)
+    load = os.getloadavg()[0]  # before the trials add to it
+    cost = cost_of(plan_study(config, Path("runs")), keep or config.keep, told=_tell)
     if json:
         print_json({"study": config.name, **cost.to_dict()})
     else:
-        for line in _lines(config.name, cost):
+        for line in _lines(config, cost, load):
             print_line(line)
     return HOLDS
 
 
-def _lines(name: str, cost: "StudyCost") -> list[str]:
+def _tell(text: str) -> None:
+    """Say on standard error what is done now: it takes from seconds to minutes."""
+    sys.stderr.write(f"{readable(text)}\n")
+    sys.stderr.flush()
+
+
+def _lines(study: StudyConfig, cost: "StudyCost", load: float) -> list[str]:
     """Return what is printed, no line wider than 80 columns."""
     from stability.study.size_check import in_units  # heavy: torch
 
-    minutes = cost.seconds / 60
-    took = f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
+    cores = os.cpu_count() or 1
     where = "GPU" if cost.on_gpu else "host"
     lines = [
-        f"{name[:40]}: {cost.runs} runs",
-        f"time    {took} here, one run after another",
+        f"{study.name[:40]}: {cost.runs} runs",
+        f"time    {_duration(cost.seconds)} here, one run after another",
+        "        planted faults, distances and the report come on top",
+    ]
+    if load > cores / 2 and not cost.on_gpu:
+        lines.append(f"        at a load of {load:.1f} on {cores} cores; idle ones take less")
+    lines += [
+        *(_shorter(study, cost) if cost.seconds > LONG_S else ()),
         *_on_disk(cost),
         f"memory  {in_units(cost.memory.bytes)} of the {where}'s at least, of which",
     ]
     for part in cost.memory.parts:
         lines.append(f"        {in_units(part.bytes):>10}  {part.name}")
     return [line if len(line) <= 80 else f"{line[:77]}..." for line in lines]
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
+
+
+def _shorter(study: StudyConfig, cost: "StudyCost") -> list[str]:
+    """Return the lines on what would shorten a study, and what each costs in evidence."""
+    from stability.analysis.gradient_evidence import LOOKS_NEEDED  # heavy: numpy
+
+    dearest = sorted(cost.seconds_by_arm.items(), key=lambda one: -one[1])[:3]
+    arms = ", ".join(f"{name[:20]} {_duration(seconds)}" for name, seconds in dearest)
+    said = [
+        f"arms, of which the dearest are {arms}. A PASS needs a reference, a nudge and a broken "
+        f"arm, each in {LOOKS[0]} seeds"
+    ]
+    if cost.look_seconds:
+        said.append(
+            f"looks, {_duration(cost.look_seconds)} in all (probe: every, gradient_every). "
+            "Operator and gradient get less sure, and the gradient is judged from "
+            f"{LOOKS_NEEDED} looks on"
+        )
+        if study.base.probe.seeds == "all" and len(study.seeds) > 1:
+            said.append(
+                "seeds with looks (probe: {seeds: first}). The operator is then judged by the "
+                "first seed's looks alone"
+            )
+    said.append(
+        f"steps, {study.base.train.steps} now (train.steps). Less of the training is seen, at "
+        "fewer looks"
+    )
+    count, least = len(study.seeds), LOOKS[0]
+    if count > least:
+        said.append(f"seeds, {count} now. Intervals get wider; fewer than {least} are not judged")
+    lines = ["        fewer of these shorten it, and cost evidence:"]
+    for each in said:
+        lines += textwrap.wrap(each, 80, initial_indent=f"{'':8}- ", subsequent_indent=f"{'':10}")
+    lines.append("        to try it: stability estimate STUDY.yaml --train.steps STEPS")
+    return lines
 
 
 def _on_disk(cost: "StudyCost") -> list[str]:

@@ -56,6 +56,7 @@ def _files(template: Template, to: Path, name: str) -> _Files:
             {"my_kernel.py": kernel, to.name: templates / "kernel.yaml"},
             (
                 "stability check my_kernel:attend --quick   # put your kernel into my_kernel.py",
+                f"stability estimate {to.name}   # how long the next takes here",
                 run,
                 f"stability verdict runs/{name}",
             ),

@@ -20,7 +20,10 @@ from stability.recorder.trained_samples import read_trained_samples
 
 __all__ = ["HeldOut", "read_held_out"]
 
-_ASK = "name a function of its held-out loss by held_out, as MODULE:FUNCTION"
+_ASK = (
+    "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` in "
+    "the base of the study's YAML, `--held-out MODULE:FUNCTION` of `stability record`"
+)
 
 _IN_OTHER_BITS = (
     "no sample was trained on twice in the same bits: whether held-out ones were trained on in "
@@ -50,6 +53,19 @@ class _Call(NamedTuple):
     digest: str
     samples: int
     loss: float
+
+
+class _TrainedShare(NamedTuple):
+    """Of the losses that are left out because samples of them were trained on."""
+
+    losses: int
+    samples: int
+    trained: int
+    """How many of the samples."""
+
+    @property
+    def is_all(self) -> bool:
+        return self.trained >= self.samples
 
 
 Lines = Sequence[Mapping[str, Any]]
@@ -127,10 +143,17 @@ def _of_the_same(
         return HeldOut(
             notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
         )
-    used = Counter({digest: n for digest, n in shared.items() if known.get(digest) is False})
+    used = Counter({digest: n for digest, n in shared.items() if known.get(digest) == 0})
     unknown = shared.total() - sum(shared[digest] for digest in known)
+    sizes = {call.digest: call.samples for calls in by_step.values() for call in calls}
+    left_out = Counter({digest: n for digest, n in shared.items() if known.get(digest)})
+    share = _TrainedShare(
+        losses=left_out.total(),
+        samples=sum(n * sizes[digest] for digest, n in left_out.items()),
+        trained=sum(n * known[digest] for digest, n in left_out.items()),
+    )
     if not used:
-        said = "all that the script evaluates at every evaluation was trained on"
+        said = _all_left_out(share)
         if unknown:
             said = f"for {unknown} of {shared.total()} losses {_UNKNOWN}"
         return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
@@ -141,25 +164,40 @@ def _of_the_same(
         losses=losses,
         digest=_digest(calls),
         notes=[
-            _said(calls, shared, used, unknown, len(losses)),
+            _said(calls, shared.total(), share, unknown, len(losses)),
             *([] if trained.recur else [_IN_OTHER_BITS]),
         ],
     )
 
 
+def _all_left_out(share: _TrainedShare) -> str:
+    """Return why no loss is used, where each has samples that were trained on."""
+    if share.is_all:
+        return "all that the script evaluates at every evaluation was trained on"
+    return (
+        f"{share.trained:,} of the {share.samples:,} samples that the script evaluates at every "
+        "evaluation were trained on, at least one in each of its losses, and such a loss is not "
+        "used"
+    )
+
+
 def _said(
-    calls: Sequence[_Call], shared: Counter[str], used: Counter[str], unknown: int, steps: int
+    calls: Sequence[_Call], losses: int, share: _TrainedShare, unknown: int, steps: int
 ) -> str:
     samples = sum(call.samples for call in calls)
     said = (
         f"held out: {_count(samples, 'sample')} that the script evaluates at "
         f"{_count(steps, 'step')}"
     )
-    trained = shared.total() - used.total() - unknown
-    if trained:
-        said += f"; {trained} of {shared.total()} losses are of samples it trains on, and left out"
+    if share.losses and share.is_all:
+        said += f"; {share.losses} of {losses} losses are of samples it trains on, and left out"
+    elif share.losses:
+        said += (
+            f"; {share.losses} of {losses} losses are left out: it trains on {share.trained:,} of "
+            f"their {_count(share.samples, 'sample')}"
+        )
     if unknown:
-        said += f"; {unknown} of {shared.total()} losses are left out: {_UNKNOWN}"
+        said += f"; {unknown} of {losses} losses are left out: {_UNKNOWN}"
     return said
 
 
@@ -214,4 +252,4 @@ def _hashed(words: Sequence[str]) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -21,9 +21,9 @@ __all__ = ["TrainedSamples", "read_trained_samples"]
 class TrainedSamples:
     """What is known of the samples that were trained on."""
 
-    calls: Mapping[str, bool]
-    """By the hash of what was evaluated, whether one of its samples was trained on; without those
-    of which it can't be told."""
+    calls: Mapping[str, int]
+    """By the hash of what was evaluated, how many of its samples were trained on; without those of
+    which it can't be told."""
     recur: bool
     """Whether a sample was trained on twice in the same bits."""
 
@@ -50,7 +50,7 @@ def read_trained_samples(
     for digest, keys in ((d, k) for each in kept for d, k in each["evaluated"].items()):
         name = next((name for name in telling if name in keys), None)
         if name is not None:
-            calls[digest] = bool(torch.isin(keys[name], trained[name]).any())
+            calls[digest] = int(torch.isin(keys[name], trained[name]).sum())
             told_by.add(name)
     return TrainedSamples(
         calls=calls, recur=all(times[name] > len(trained[name]) for name in told_by)

@@ -18,7 +18,7 @@ Memory. The least that the largest arm does with (`memory_estimate`).
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +51,9 @@ __all__ = ["StudyCost", "Trial", "cost_of", "time_arm"]
 REPORT_BYTES = 1_500_000
 """The page of a small study."""
 
+_UPDATES, _LOOKS = 3, 2
+"""What is timed of an arm without the probe, and with it; the first of each warms up."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
@@ -75,6 +78,10 @@ class StudyCost:
     runs: int
     seconds: float
     """One run after another."""
+    seconds_by_arm: dict[str, float]
+    """The same, of all seeds of each arm."""
+    look_seconds: float
+    """What of it the looks add to the updates that they are made at."""
     keep: str
     """What stays of the snapshots."""
     disk: dict[str, int]
@@ -100,6 +107,8 @@ class StudyCost:
         return {
             "runs": self.runs,
             "hours": self.seconds / 3600,
+            "hours_by_arm": {name: each / 3600 for name, each in self.seconds_by_arm.items()},
+            "hours_of_looks": self.look_seconds / 3600,
             "disk_bytes": self.bytes,
             "disk": self.disk,
             "keep": self.keep,
@@ -111,22 +120,33 @@ class StudyCost:
         }
 
 
-def cost_of(runs: Sequence[Run], keep: str, *, isolated: bool = True) -> StudyCost:
+def cost_of(
+    runs: Sequence[Run],
+    keep: str,
+    *,
+    isolated: bool = True,
+    told: Callable[[str], None] = lambda _: None,
+) -> StudyCost:
     """Return what `runs` take from their beginning, and leave under a policy of what to keep.
 
-    `isolated`, the trials are in processes of their own. ValueError as `assemble`.
+    `isolated`, the trials are in processes of their own. `told` is given a line before each of
+    them, which takes seconds. ValueError as `assemble`.
     """
     trials: dict[str, Trial] = {}
-    seconds, records = 0.0, 0.0
+    by_arm: dict[str, float] = {}
+    of_looks, records = 0.0, 0.0
+    count = len({_alike(run)[0] for run in runs})
     for run in runs:
-        alike = replace(run.config, seed=SeedConfig(), nudge=NudgeConfig())
-        key = json.dumps(to_dict(alike), sort_keys=True)
+        key, alike = _alike(run)
         if key not in trials:
+            told(f"timing {len(trials) + 1} of {count}: {_trial_of(run)}")
             trials[key] = _timed(alike, isolated=isolated)
         known = trials[key]
         looks = _looks(run)
-        seconds += known.start_seconds + (run.last_step - looks) * known.update_seconds
+        seconds = known.start_seconds + (run.last_step - looks) * known.update_seconds
         seconds += looks * known.look_seconds
+        by_arm[run.arm.name] = by_arm.get(run.arm.name, 0.0) + seconds
+        of_looks += looks * max(0.0, known.look_seconds - known.update_seconds)
         log = (run.last_step - looks) * known.update_bytes + looks * known.look_bytes
         records += log + known.fixed_bytes
     estimates = {}
@@ -138,7 +158,9 @@ def cost_of(runs: Sequence[Run], keep: str, *, isolated: bool = True) -> StudyCo
     largest = max(runs, key=lambda run: estimates[run.arm.name].bytes)
     return StudyCost(
         runs=len(runs),
-        seconds=seconds,
+        seconds=sum(by_arm.values()),
+        seconds_by_arm=by_arm,
+        look_seconds=of_looks,
         keep=keep,
         disk={**_stored(runs, keep), **always},
         disk_of_all={**_stored(runs, "all"), **always},
@@ -173,6 +195,19 @@ def _looks(run: Run) -> int:
     return sum(of_layers.is_due(step) or of_gradient.is_due(step) for step in range(run.last_step))
 
 
+def _alike(run: Run) -> tuple[str, ArmConfig]:
+    """Return what a run is timed as, and a key that is the same for all that are timed once."""
+    alike = replace(run.config, seed=SeedConfig(), nudge=NudgeConfig())
+    return json.dumps(to_dict(alike), sort_keys=True), alike
+
+
+def _trial_of(run: Run) -> str:
+    """Return what is made of a run to time it."""
+    probe = run.config.probe
+    looks = f", and {_LOOKS} with the probe" if probe.is_on or probe.gradient_every else ""
+    return f"{run.arm.name}, seed {run.seed}: {_UPDATES} updates{looks}"
+
+
 def _timed(config: ArmConfig, *, isolated: bool) -> Trial:
     if config.parallel.ranks > 1:
         return call_over_ranks(config.parallel.ranks, time_arm, config)[0]
@@ -192,13 +227,13 @@ def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
 
 def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
     off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
-    plain = _trained(replace(config, probe=off), 3, ranks)
+    plain = _trained(replace(config, probe=off), _UPDATES, ranks)
     looked = None
     if config.probe.is_on or config.probe.gradient_every:
         gradient = min(1, config.probe.gradient_every)
         layers = min(1, int(config.probe.is_on))
         on = replace(config.probe, every=layers, steps=(), per_decade=0, gradient_every=gradient)
-        looked = _trained(replace(config, probe=on), 2, ranks)
+        looked = _trained(replace(config, probe=on), _LOOKS, ranks)
     return Trial(
         update_seconds=min(plain.seconds[1:]),
         look_seconds=looked.seconds[-1] if looked else 0.0,

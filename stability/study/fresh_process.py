@@ -124,6 +124,10 @@ class Relay:
         """Send it."""
         self._send("run_noted", arm, seed, text)
 
+    def wandb_failed(self, arm: str, seed: int, text: str) -> None:
+        """Send it."""
+        self._send("wandb_failed", arm, seed, text)
+
     def study_noted(self, text: str) -> None:
         """Send it."""
         self._send("study_noted", text)

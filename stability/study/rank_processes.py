@@ -51,6 +51,8 @@ class RankProcesses:
     """Whether other tasks have told that the run has failed, or ended: to be asked now and then."""
     failures: list[tuple[int, str]] = field(default_factory=list)
     """What has failed in these, by rank."""
+    wandb_failures: list[str] = field(default_factory=list)
+    """The study's, of which later runs are told as they start."""
     _store: Any = None
     _ending: tuple[str, str] | None = None
     """The state and message that the first rank has told of the run's end."""
@@ -75,7 +77,8 @@ class RankProcesses:
     @classmethod
     def start(cls, run: Run, options: TrainOptions, slot: int) -> "RankProcesses":
         """Start the processes of `run`."""
-        started, count = cls(run, slot), run.config.parallel.ranks
+        started = cls(run, slot, wandb_failures=options.wandb_failures)
+        count = run.config.parallel.ranks
         port = 0
         if count > 1:
             started._store = meeting_place(ALONE.host)
@@ -131,6 +134,11 @@ class RankProcesses:
         what, *values = message
         if what == "disk_full":
             self.disk_full = values[0]
+        elif what == "wandb_failed":
+            # of runs that have started at once each one tries
+            if not self.wandb_failures:
+                observer.wandb_failed(*values)
+            self.wandb_failures.append(values[-1])
         elif what == "rank_failed":
             self._note_failure(rank, values[0])
         elif what == "run_ended":

@@ -5,7 +5,7 @@ The order of runs is left to `run_study`, how progress is shown to the observer.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class TrainOptions:
     wandb_mode: WandbMode
     check_observer: bool = False
     """Whether a run must pass the observer gate first; one that instruments would change fails."""
+    wandb_failures: list[str] = field(default_factory=list)
+    """Why W&B could not be reached from runs; once there is one, no run that starts tries it."""
 
 
 def train(
@@ -142,7 +144,7 @@ def _train(run: Run, options: TrainOptions, observer: StudyObserver, ranks: Rank
         ranks.told(start)
         if options.check_observer:
             files.update(observer=_pass_observer_gate(config, ranks))
-        with _logged(run, options.wandb_mode, observer) as log:
+        with _logged(run, options, observer) as log:
             writer = _writer(run, files, log, ranks)
             door = _door(run, writer, parts, data, start, before_imports, ranks)
             _fit(run, files, parts, data, start, door, log, observer, ranks)
@@ -254,9 +256,9 @@ def _pass_observer_gate(config: ArmConfig, ranks: Ranks) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _logged(run: Run, mode: WandbMode, observer: StudyObserver) -> Iterator[MetricLog]:
+def _logged(run: Run, options: TrainOptions, observer: StudyObserver) -> Iterator[MetricLog]:
     """Give the run's log, of which W&B is shown each line where it can be reached."""
-    wandb = _open_wandb_run(run, mode, observer)
+    wandb = _open_wandb_run(run, options, observer)
     log = MirroredLog(run.paths.metrics, wandb) if wandb else MetricLog(run.paths.metrics)
     failed = True
     try:
@@ -324,11 +326,16 @@ def _naming_checkpoint(files: RunFiles, trainer: Trainer, start: int) -> Iterato
         ) from error
 
 
-def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> WandbRun | None:
-    """Return the W&B run that shows `run`; None without W&B, and where W&B can't be reached."""
+def _open_wandb_run(run: Run, options: TrainOptions, observer: StudyObserver) -> WandbRun | None:
+    """Return the W&B run that shows `run`; None without W&B, and where W&B can't be reached.
+
+    Each try waits for its time limit, so there is none after one that has failed.
+    """
+    if options.wandb_failures:
+        return None
     try:
         return open_wandb_run(
-            mode,
+            options.wandb_mode,
             study=run.study,
             arm=run.arm.name,
             seed=run.seed,
@@ -339,8 +346,12 @@ def _open_wandb_run(run: Run, mode: WandbMode, observer: StudyObserver) -> Wandb
         )
     except Exception as error:  # the training must not die of a view, whatever W&B raises
         said = in_a_line(error)
-        text = f"W&B can't be reached, and gets the run once the study has ended: {said}"
-        observer.run_noted(run.arm.name, run.seed, text)
+        options.wandb_failures.append(said)
+        text = (
+            "W&B can't be reached, and gets this run and those that start later once the study has "
+            f"ended: {said}"
+        )
+        observer.wandb_failed(run.arm.name, run.seed, text)
         return None
 
 

@@ -157,7 +157,7 @@ QUICK: tuple[Cell, ...] = (
     *_cells("one-signed v", Shape(1, 2, 1, 40, 1160, 32), True),
     *_cells("long rows", Shape(1, 2, 2, 2400, 40, 32), False),
 )
-"""A few seconds' worth, for a test suite: of each class of mistakes a cell that shows it."""
+"""For a test suite, as few as will do: of each class of mistakes a cell that shows it."""
 
 
 def not_looked_at(cells: Sequence[Cell]) -> str:

@@ -144,9 +144,9 @@ def check_attention(
     `causal` may be called `is_causal`, and `scale` `softmax_scale` or `sm_scale`. It is asked for
     the LSE with `return_lse=True` if it has an argument of that name, or if
     `gives_lse` says so. `given` are further inputs, of any dtype, which causal attention is checked
-    on after they were rounded. `quick` takes a few seconds a dtype, and its sentence says what it
-    leaves out. ValueError for a dtype that is not one of `cells.DTYPES`, or that is given twice,
-    and for a device that this machine does not compute on.
+    on after they were rounded. `quick` looks at the few cells of `cells.QUICK`, and its sentence
+    says what it leaves out. ValueError for a dtype that is not one of `cells.DTYPES`, or that is
+    given twice, and for a device that this machine does not compute on.
     """
     for dtype in dtypes:
         if dtype not in DTYPES:

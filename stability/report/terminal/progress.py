@@ -134,6 +134,10 @@ class StudyDisplay:
             highlight=False,
         )
 
+    def wandb_failed(self, arm: str, seed: int, text: str) -> None:
+        """Leave a line above the bars."""
+        self.run_noted(arm, seed, text)
+
     def study_noted(self, text: str) -> None:
         """Leave a line above the bars."""
         self._progress.console.print(f"[bold]{'study':>9}[/]  {as_markup(text)}", highlight=False)

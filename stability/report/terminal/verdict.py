@@ -58,7 +58,7 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     shown = [text for row in rows for text in (row.sentence, *(x.figure for x in row.cells))]
     for line in _legend(" ".join(shown)):
         console.print(as_text(line, style="dim"))
-    again = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
+    again = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))
@@ -83,7 +83,7 @@ def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[s
     for arm in arms:
         lines += _arm_lines(arm)
     lines += ["", *legend] if (legend := _legend(" ".join(lines))) else []
-    more = f"; the next look is at {verdict.next_look}" if verdict.next_look else ""
+    more = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"Look at {verdict.look} seeds" if verdict.look else "No look yet"
     return [*lines, "", *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]
 

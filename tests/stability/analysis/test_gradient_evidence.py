@@ -122,7 +122,10 @@ def test_a_bias_is_harm_even_where_it_is_small():
 def test_a_share_at_its_limit_is_undecided_and_more_looks_would_tell():
     found = _judge(_run(_ratios(1.0), share=0.008, share_se=0.002))
     assert found.state == "undecided"
-    assert found.decides == "about 94 more looks"
+    assert found.decides == (
+        "about 94 more looks, by more steps or a smaller `probe.gradient_every`, in a study of "
+        "another name; more seeds add none, since only the first is looked at"
+    )
     check_form(found)
     assert min(found.p_harmed, found.p_holds) > 0.05
 
@@ -136,7 +139,7 @@ def test_a_ratio_about_its_limit_is_undecided():
 def test_with_few_looks_the_ratio_alone_is_judged():
     few = _judge(_run(_ratios(0.93, n=12)))
     assert few.state == "undecided"
-    assert few.decides == "8 more looks"
+    assert few.decides.startswith("8 more looks, by more steps")
     assert "12 looks are too few to tell whether it adds up" in few.sentence
     assert math.isnan(few.p_holds)
     assert _judge(_run(_ratios(9, n=12))).state == "harmed"

@@ -175,8 +175,10 @@ def test_harm_is_corrected_for_arms_and_levels(study):
         "more seeds; p is 0.04, corrected for all arms and levels, and has to be 0.014"
     )
     looked_at = _outcome(study, _with(HOLDS, one=_evidence("gradient", "harmed", 0.01, 0.99)))
-    assert looked_at.levels["gradient"].decides.startswith(
-        "more looks (more steps, or a probe that looks more often); p is 0.04"
+    assert looked_at.levels["gradient"].decides == (
+        "more looks, by more steps or a smaller `probe.gradient_every`, in a study of another "
+        "name; more seeds add none, since only the first is looked at; p is 0.04, corrected for "
+        "all arms and levels, and has to be 0.014"
     )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"

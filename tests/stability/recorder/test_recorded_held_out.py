@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from stability.analysis.held_out_losses import of_other_data
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
-from stability.recorder.held_out import read_held_out
+from stability.recorder.held_out import HeldOut, read_held_out
 from stability.recorder.inside.batch_hash import hash_batch
 from stability.recorder.inside.evaluations import Evaluations
 from stability.recorder.inside.spool import Spool
@@ -205,23 +206,67 @@ def test_two_ranks_are_evaluated_as_one(tmp_path: Path, capsys: pytest.CaptureFi
 def test_losses_whose_samples_have_no_key_are_said_to_be_untold(
     kept: list[str], said: str, tmp_path: Path
 ) -> None:
-    keys = {"a": torch.tensor([1]), "b": torch.tensor([2])}  # the first one was trained on
+    # the first four were trained on
+    keys = {"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]}
+    found = _read({x: keys[x] for x in kept}, [1, 2, 3, 4], tmp_path, sizes={"a": 4, "b": 4})
+    assert said in " ".join(found.notes)
+    assert found.losses == ({1: 1.0, 2: 1.0} if "b" in kept else {})
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "said"),
+    [
+        (
+            {"a": range(3_994)},
+            "no held-out loss: 14 of the 3,994 samples that the script evaluates at every "
+            "evaluation were trained on, at least one in each of its losses",
+        ),
+        (
+            {"a": range(14)},
+            "no held-out loss: all that the script evaluates at every evaluation was trained on; ",
+        ),
+        (
+            {"a": range(2_000), "b": range(2_000, 3_994)},
+            "held out: 1,994 samples that the script evaluates at 2 steps; 1 of 2 losses are left "
+            "out: it trains on 14 of their 2,000 samples",
+        ),
+    ],
+    ids=["some", "all", "some-of-one-loss"],
+)
+def test_the_share_that_was_trained_on_is_said_as_it_was_measured(
+    evaluated: dict[str, range], said: str, tmp_path: Path
+) -> None:
+    keys = {name: list(each) for name, each in evaluated.items()}
+    found = _read(keys, list(range(14)), tmp_path, sizes={k: len(v) for k, v in keys.items()})
+    assert found.notes[0].startswith(said)
+
+
+def test_who_has_no_held_out_loss_is_told_where_to_name_one_and_how_it_is_called(
+    tmp_path: Path,
+) -> None:
+    (note,) = _read({"a": [1]}, [1], tmp_path, sizes={"a": 1}).notes
+    assert "called with the model alone: `held_out: MODULE:FUNCTION` in the base of the" in note
+    assert "`--held-out MODULE:FUNCTION` of `stability record`" in note
+
+
+def _read(
+    keys: Mapping[str, list[int]], trained: list[int], folder: Path, *, sizes: Mapping[str, int]
+) -> HeldOut:
+    """Return what is made of losses of `sizes`, evaluated twice, and of their samples' keys."""
     told = {
-        "evaluated": {x: {"x": keys[x]} for x in kept},
-        "trained": {"x": torch.tensor([1])},
-        "times": {"x": 2},
+        "evaluated": {name: {"x": torch.tensor(each)} for name, each in keys.items()},
+        "trained": {"x": torch.tensor(trained)},
+        "times": {"x": 2 * len(trained)},
     }
-    torch.save(told, tmp_path / "keys.pt")
-    calls = [{"hash": x, "samples": 4, "loss": 1.0} for x in "ab"]
+    torch.save(told, folder / "keys.pt")
+    calls = [{"hash": name, "samples": size, "loss": 1.0} for name, size in sizes.items()]
     lines = [
         {"kind": "evaluated", "step": 1, "calls": calls},
         {"kind": "evaluated", "step": 2, "calls": calls},
         {"kind": "keys", "file": "keys.pt"},
         {"kind": "end"},
     ]
-    found = read_held_out([lines], tmp_path, 2)
-    assert said in " ".join(found.notes)
-    assert found.losses == ({1: 1.0, 2: 1.0} if "b" in kept else {})
+    return read_held_out([lines], folder, 2)
 
 
 GIVES = """

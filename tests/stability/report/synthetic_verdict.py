@@ -26,6 +26,7 @@ def arm_verdict(name, outcome, role="candidate", states=STATES):
         assay=ArmAssay(state="sensitive", sentence="all were found"),
         sentence=f"{name} is what it is",
         seeds=3,
+        gains=("training",) if "undecided" in states else (),
     )
 
 

@@ -1,6 +1,7 @@
 """The estimate of a study: its disk is what a study really leaves, and nothing of it stays."""
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -8,9 +9,10 @@ import pytest
 
 from stability.cli.main import main
 from stability.config.load import load_study
+from stability.study import cost_estimate, run_study
 from stability.study.call_over_ranks import call_over_ranks
-from stability.study.cost_estimate import cost_of
-from stability.study.memory_estimate import estimate_memory
+from stability.study.cost_estimate import StudyCost, Trial, cost_of
+from stability.study.memory_estimate import Estimate, Part, estimate_memory
 from stability.study.run_study import plan_study
 
 
@@ -61,7 +63,9 @@ def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys,
     )
     before = sorted(tmp_path.iterdir())
     assert main(["estimate", str(path)]) == 0
-    said = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[1].startswith("timing 1 of 1: baseline, seed 0: 3 updates")
+    said = printed.out.splitlines()
     assert all(len(line) <= 80 for line in said)
     assert [line.split()[0] for line in said if line[0] != " "] == [
         "tiny:",
@@ -77,6 +81,82 @@ def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys,
     assert cost["disk_bytes_with_keep_all"] == cost["disk_bytes"]
     assert cost["hours"] > 0
     assert sorted(tmp_path.iterdir()) == before
+
+
+def _cost(seconds, **changes):
+    """Return the cost of a study of three arms that takes `seconds`, half of them for looks."""
+    by_arm = {"baseline": 0.2 * seconds, "mine": 0.5 * seconds, "broken": 0.3 * seconds}
+    known = StudyCost(
+        runs=9,
+        seconds=seconds,
+        seconds_by_arm=by_arm,
+        look_seconds=seconds / 2,
+        keep="none",
+        disk={"records": 10},
+        disk_of_all={"records": 10},
+        memory=Estimate((Part("weights", 10),)),
+        on_gpu=False,
+    )
+    return replace(known, **changes)
+
+
+@pytest.mark.parametrize("load", [0.0, 100.0])
+def test_of_a_study_that_takes_long_it_says_what_shortens_it_and_what_that_costs(
+    write_study, capsys, monkeypatch, load
+):
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(1100.0))
+    monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    path = write_study(lambda content: content.update(seeds=[0, 1, 2, 3]))
+    assert main(["estimate", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert "time 18.3 minutes here" in said
+    assert ("at a load of 100.0 on" in said) == (load > 0)
+    for lever in (
+        "mine 9.2 minutes, broken 5.5 minutes, baseline 3.7 minutes. A PASS needs a reference, a "
+        "nudge and a broken arm, each in 3 seeds",
+        "looks, 9.2 minutes in all (probe: every, gradient_every). Operator and gradient get less",
+        "judged from 20 looks on",
+        "now (train.steps). Less of the training is seen",
+        "- seeds, 4 now. Intervals get wider; fewer than 3 are not judged",
+    ):
+        assert lever in said
+
+
+def test_of_a_short_study_it_says_nothing_of_what_shortens_it(write_study, capsys, monkeypatch):
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
+    monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    assert main(["estimate", str(write_study(lambda _: None))]) == 0
+    assert "train.steps" not in capsys.readouterr().out
+
+
+def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatch):
+    told = []
+    trial = Trial(
+        update_seconds=1.0,
+        look_seconds=3.0,
+        start_seconds=10.0,
+        update_bytes=1.0,
+        look_bytes=1.0,
+        fixed_bytes=1,
+    )
+    monkeypatch.setattr(
+        cost_estimate, "_timed", lambda config, *, isolated: told.append("timed") or trial
+    )
+    runs = plan_study(load_study(write_study(small)), tmp_path / "runs")
+    cost = cost_of(runs, "none", told=told.append)
+    assert told[1::2] == ["timed"] * 3
+    assert told[::2] == [
+        "timing 1 of 3: baseline, seed 0: 3 updates, and 2 with the probe",
+        "timing 2 of 3: short, seed 0: 3 updates",
+        "timing 3 of 3: fp32, seed 0: 3 updates, and 2 with the probe",
+    ]
+    assert cost.seconds == sum(cost.seconds_by_arm.values())
+    assert cost.seconds_by_arm["short"] == 10 + 4
+    # each look is an update of 3 s in the place of one of 1 s
+    assert cost.seconds - cost.look_seconds == 3 * 10 + sum(run.last_step for run in runs)
 
 
 def test_a_study_of_commands_is_refused(tmp_path, capsys):

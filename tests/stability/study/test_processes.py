@@ -1,12 +1,15 @@
 """Runs in processes of their own end in the bits of runs one after another; a dead one is told."""
 
+import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,9 +17,12 @@ from stability.config.load import load_study
 from stability.records.atomic_files import DiskFullError
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths
-from stability.study import fresh_process
-from stability.study.fresh_process import call_alone
+from stability.study import fresh_process, rank_processes
+from stability.study.fresh_process import Relay, call_alone
+from stability.study.rank_processes import RankProcesses
 from stability.study.run import RunConflictError
+from stability.study.run_study import plan_study
+from stability.study.train_run import TrainOptions
 from tests.conftest import SilentObserver
 from tests.stability.study.recorded_bits import recorded_bits
 
@@ -224,3 +230,29 @@ def test_what_a_process_leaves_behind_is_not_waited_for(how, tmp_path):
     else:
         assert call_alone(_linger, how, tmp_path / "told") == how
     assert not (tmp_path / "told").exists()
+
+
+def test_where_one_process_has_missed_w_and_b_later_ones_are_started_without_it(
+    write_study, tmp_path, monkeypatch
+):
+    """Two that run at once may both miss it, and it is said once."""
+    given, theirs, observer = [], [], SilentObserver()
+
+    def start(target, run, options, *_):
+        ours, their_end = multiprocessing.Pipe(duplex=False)
+        theirs.append(their_end)
+        given.append(pickle.loads(pickle.dumps(options)).wandb_failures)
+        return SimpleNamespace(sentinel=multiprocessing.Pipe()[0]), ours
+
+    monkeypatch.setattr(rank_processes, "start_process", start)
+    runs = plan_study(load_study(write_study(_three)), tmp_path)
+    options = TrainOptions(wandb_mode="offline")
+    together = [RankProcesses.start(run, options, 0) for run in runs[:2]]
+    for one, their_end in zip(together, theirs, strict=True):
+        Relay(their_end).wandb_failed(one.run.arm.name, 0, "no route")
+        (connection,) = one.members
+        one.listen(connection, observer)
+    RankProcesses.start(runs[2], options, 0)
+    assert observer.notes == ["no route"]
+    assert given[:2] == [[], []]
+    assert given[2]

@@ -39,6 +39,9 @@ class Interrupting:
     def run_noted(self, *_: object) -> None:
         pass
 
+    def wandb_failed(self, *_: object) -> None:
+        pass
+
     def study_noted(self, *_: object) -> None:
         pass
 
@@ -131,20 +134,36 @@ def test_runs_that_are_jobs_of_their_own_are_on_w_and_b_as_in_the_records(
     assert study["verdict/flash"] == "INCONCLUSIVE"
 
 
-def test_a_server_that_is_away_is_a_note_and_no_failure(study, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (HandleAbandonedError(), "its service has ended"),
+        pytest.param(RuntimeError("no\nroute"), "RuntimeError: no route", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_is_away_is_one_note_and_no_failure(
+    study, tmp_path, monkeypatch, error, said
+):
+    first = "baseline"
+    """Each try waits for its time limit: after the first that fails there is none."""
+    tried = []
+
     def unreachable(**given: str) -> None:
-        raise HandleAbandonedError if given["job_type"] == "fp32" else RuntimeError("no\nroute")
+        tried.append(given["job_type"])
+        raise error
 
     monkeypatch.setattr("wandb.init", unreachable)
     noted = []
     observer = Interrupting("nobody")
-    observer.run_noted = lambda arm, seed, text: noted.append((arm, text))
-    run_study(study, tmp_path / "runs", options=OFFLINE, observer=observer, isolated=False)
-    away = "W&B can't be reached, and gets the run once the study has ended: "
-    assert noted == [
-        ("baseline", f"{away}RuntimeError: no route"),
-        ("fp32", f"{away}its service has ended"),
-    ]
+    observer.wandb_failed = lambda arm, seed, text: noted.append((arm, text))
+    offline = TrainOptions(wandb_mode="offline")
+    run_study(study, tmp_path / "runs", options=offline, observer=observer, isolated=False)
+    away = (
+        "W&B can't be reached, and gets this run and those that start later once the study has "
+        "ended: "
+    )
+    assert noted == [(first, f"{away}{said}")]
+    assert tried == [first]
     paths = RunPaths.for_run(tmp_path / "runs" / "tiny", "fp32", 0)
     assert read_manifest(paths.manifest).state == "finished"
 

@@ -1,0 +1,92 @@
+"""What gives a level of the verdict more looks: seeds, steps, or a probe that looks oftener.
+
+The verdict looks at a number of seeds, the probe at steps: a seed that nobody looks at adds nothing
+to evidence over looks. So is every seed but the first at the gradient, always, and at the operator
+where `probe.seeds` is `first`. Steps and probe are sealed: other ones are another study. Leaves out
+how many looks are lacking (the levels' evidence).
+"""
+
+from collections.abc import Mapping, Sequence
+
+from stability.analysis.advice import StudyKind, kind_of
+from stability.analysis.evidence import Level, LevelEvidence, listed
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.records.metric_names import parse_deviation
+
+__all__ = ["gaining", "more_looks", "outlook"]
+
+_EVERY: dict[Level, str] = {"operator": "every", "gradient": "gradient_every"}
+"""The levels that are judged over looks, and the probe's setting of how often each is made."""
+
+_ASKED_BY: dict[StudyKind, dict[Level, str]] = {
+    "config": {"operator": "`probe.every`", "gradient": "`probe.gradient_every`"},
+    "commands": {"operator": "`probe.every`", "gradient": "`probe.gradient_every`"},
+    "recorded": {"operator": "`--every`", "gradient": "`--gradient-every`"},
+}
+"""What its reader sets it by."""
+
+
+def gaining(
+    study: RecordedStudy, arm: RecordedArm, levels: Mapping[Level, LevelEvidence]
+) -> tuple[Level, ...]:
+    """Return which of the `levels` of `arm` are undecided and may be decided by more seeds."""
+    return tuple(
+        level
+        for level, evidence in levels.items()
+        if evidence.state == "undecided" and _seeds_count(study, arm, level)
+    )
+
+
+def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int | None) -> str:
+    """Return what more seeds would do for the levels that are `undecided`, a clause.
+
+    `gaining` are those of them that they may decide; `next_look` is None after the last.
+    """
+    rest: list[Level] = [level for level in undecided if level not in gaining]
+    if not gaining:
+        whose = "it is" if len(rest) == 1 else "they are"
+        return f"{whose} looked at in the first seed alone, so more seeds decide nothing"
+    if not next_look:
+        return "this was the last look"
+    but = f", which add nothing at {listed(rest)}" if rest else ""
+    return f"the next look is at {next_look} seeds{but}"
+
+
+def more_looks(study: RecordedStudy, arm: RecordedArm, level: Level) -> str:
+    """Return what would add looks at the operator or the gradient, and what would not: a clause."""
+    kind, every = kind_of(study), _every(arm, level)
+    ways = ["more steps"]
+    if every != 1 and kind in _ASKED_BY:
+        ways.append(f"a smaller {_ASKED_BY[kind][level]}")
+    by_seeds = _seeds_count(study, arm, level)
+    if level == "operator" and not by_seeds and kind == "config":
+        ways.append("`probe: {seeds: all}`")
+    anew = f"{' or '.join(ways)}, in a study of another name"
+    if by_seeds:
+        return f"by more seeds, or by {anew}"
+    return f"by {anew}; more seeds add none, since only the first is looked at"
+
+
+def _seeds_count(study: RecordedStudy, arm: RecordedArm, level: Level) -> bool:
+    """Whether more seeds add to the evidence of `level`, as those on record were looked at."""
+    if level not in _EVERY:
+        return True
+    if level == "gradient":
+        return False
+    # whoever records runs one by one says of each whether it is looked at
+    return len(_looked_at(arm)) > 1 or kind_of(study) == "recorded"
+
+
+def _looked_at(arm: RecordedArm) -> list[int]:
+    """Return the seeds in which the probe has left a look at attention."""
+    return [
+        seed
+        for seed, run in arm.runs.items()
+        if any(series.steps and parse_deviation(name) for name, series in run.metrics.items())
+    ]
+
+
+def _every(arm: RecordedArm, level: Level) -> int:
+    """Return every how many updates `arm` was looked at; 0 if no run of it says so."""
+    probes = [run.manifest.config.get("probe", {}) for run in arm.runs.values() if run.manifest]
+    return max((probe.get(_EVERY[level], 0) for probe in probes), default=0)

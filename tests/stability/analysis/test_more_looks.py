@@ -1,0 +1,163 @@
+"""What adds looks: each way that is named exists for the study's kind, and really adds some."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from stability.analysis.assay import ArmAssay
+from stability.analysis.evidence import LEVELS, LevelEvidence
+from stability.analysis.more_looks import more_looks
+from stability.analysis.study_records import RecordedArm, RecordedRun, read_study
+from stability.analysis.verdict import judge_arms
+from stability.config.arms import probe_of_seed
+from stability.config.convert import to_dict
+from stability.config.schema import ProbeConfig
+from stability.config.study import PolicyConfig
+from stability.records.metric_columns import Series
+from stability.records.paths import RunPaths
+from stability.report.terminal.verdict import verdict_lines
+from tests.stability.analysis.test_advice import of
+
+ANEW = "in a study of another name"
+NONE = "more seeds add none, since only the first is looked at"
+
+
+def _arm(probes, looked):
+    """Return an arm whose seeds were looked at as `probes` say, `looked` of them with a look."""
+    runs = {
+        seed: RecordedRun(
+            paths=RunPaths(Path("nowhere")),
+            seed=seed,
+            manifest=SimpleNamespace(config={"probe": probe}),
+            metrics={"deviation/layer_0/out/gain": Series([0], [0.0])} if seed in looked else {},
+            error="",
+        )
+        for seed, probe in enumerate(probes)
+    }
+    diff = {"attention.implementation": ["baseline", "flash"]}
+    return RecordedArm(
+        name="mine", axis="attention", diff=diff, role="candidate", until=40, runs=runs
+    )
+
+
+def _of_ours(probe, tmp_path, level):
+    """Return what is said of a study of ours, whose three seeds are looked at as `probe` says."""
+    settings = [to_dict(probe_of_seed(probe, is_first=seed == 0)) for seed in range(3)]
+    looked = [seed for seed, one in enumerate(settings) if one["every"]]
+    return more_looks(of("config", tmp_path), _arm(settings, looked), level)
+
+
+def test_of_a_probe_of_the_first_seed_other_seeds_are_no_advice(tmp_path):
+    probe = ProbeConfig(every=10, gradient_every=2, seeds="first")
+    said = f"more steps or a smaller `probe.every` or `probe: {{seeds: all}}`, {ANEW}"
+    assert _of_ours(probe, tmp_path, "operator") == f"by {said}; {NONE}"
+    said = f"more steps or a smaller `probe.gradient_every`, {ANEW}"
+    assert _of_ours(probe, tmp_path, "gradient") == f"by {said}; {NONE}"
+
+
+def test_a_probe_that_looks_at_each_step_cannot_look_oftener(tmp_path):
+    probe = ProbeConfig(every=1, gradient_every=1, seeds="first")
+    said = f"by more steps or `probe: {{seeds: all}}`, {ANEW}; {NONE}"
+    assert _of_ours(probe, tmp_path, "operator") == said
+    assert _of_ours(probe, tmp_path, "gradient") == f"by more steps, {ANEW}; {NONE}"
+
+
+def test_a_probe_of_all_seeds_gains_from_more_of_them_at_the_operator_alone(tmp_path):
+    probe = replace(ProbeConfig(), every=5, gradient_every=5, seeds="all")
+    said = f"by more seeds, or by more steps or a smaller `probe.every`, {ANEW}"
+    assert _of_ours(probe, tmp_path, "operator") == said
+    assert NONE in _of_ours(probe, tmp_path, "gradient")
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("operator", f"by more seeds, or by more steps or a smaller `--every`, {ANEW}"),
+        ("gradient", f"by more steps or a smaller `--gradient-every`, {ANEW}; {NONE}"),
+    ],
+)
+def test_a_study_without_a_file_is_advised_in_flags(level, said, tmp_path):
+    probe = {"candidate": "flash:fa2", "every": 10, "gradient_every": 2}
+    assert more_looks(of("recorded", tmp_path), _arm([probe, {}, {}], [0]), level) == said
+
+
+def _evidence(state, p_harmed, p_holds):
+    """Return all levels in one state."""
+    values = {"state": state, "sentence": f"It is {state}.", "p_harmed": p_harmed}
+    return {level: LevelEvidence(level=level, p_holds=p_holds, **values) for level in LEVELS}
+
+
+HOLDS, OPEN = _evidence("holds", 0.9, 1e-6), _evidence("undecided", 0.5, 0.5)
+
+
+@pytest.fixture
+def study(synthetic, tmp_path):
+    """Three seeds; flash_fa2 is judged."""
+    return read_study(synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0, 1, 2]))
+
+
+def _judge(study, found):
+    levels = {level: lambda *_, level=level: found[level] for level in LEVELS}
+    policy = PolicyConfig(candidates=("flash_fa2",))
+    assay = ArmAssay(state="sensitive", sentence="all 11 planted faults were found", faults=11)
+    return judge_arms(study, policy, levels=levels, assay=lambda *_: assay, changes=lambda *_: [])
+
+
+@pytest.mark.parametrize(
+    ("undecided", "reason", "outlook"),
+    [
+        (
+            ["operator"],
+            "the operator level is undecided; it is looked at in the first seed alone, so more "
+            "seeds decide nothing",
+            "more seeds add nothing to what is undecided",
+        ),
+        (
+            ["operator", "gradient", "training"],
+            "the operator, gradient and training levels are undecided; the next look is at 5 "
+            "seeds, which add nothing at the operator and gradient levels",
+            "the next look is at 5 seeds",
+        ),
+        (
+            ["outcome"],
+            "the outcome level is undecided; the next look is at 5 seeds",
+            "the next look is at 5 seeds",
+        ),
+    ],
+    ids=["operator-alone", "three-levels", "outcome-alone"],
+)
+def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, reason, outlook):
+    """The probe of the study is `seeds: first`, and gradients are of the first seed, always."""
+    first = _looked_at_in(study, (0,))
+    levels = {**HOLDS, **{level: OPEN[level] for level in undecided}}
+    judged = _judge(first, levels)
+    assert judged.arm("flash_fa2").sentence == reason
+    assert judged.outlook == outlook
+    shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
+    assert shown.endswith(f"{outlook}.")
+
+
+def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):
+    levels = {**HOLDS, "operator": OPEN["operator"]}
+    all_of_them = _looked_at_in(study, (0, 1, 2))
+    judged = _judge(all_of_them, levels)
+    assert judged.arm("flash_fa2").sentence.endswith("; the next look is at 5 seeds")
+
+
+def _looked_at_in(study, seeds):
+    """Return `study` with deviations in the runs of `seeds` alone."""
+
+    def run_of(run):
+        metrics = {k: v for k, v in run.metrics.items() if not k.startswith("deviation/")}
+        looked = {"deviation/layer_0/out/error_ratio": Series([0], [1.0])}
+        return replace(run, metrics=metrics | (looked if run.seed in seeds else {}))
+
+    return replace(
+        study,
+        arms=tuple(
+            replace(arm, runs={seed: run_of(run) for seed, run in arm.runs.items()})
+            for arm in study.arms
+        ),
+    )
