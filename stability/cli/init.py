@@ -67,7 +67,8 @@ def init(
         )
     given, notes = _with_seed(words)
     training = command_training(given, env or {})
-    from stability.recorder.launch import Asked  # heavy from here on
+    from stability.recorder.held_out import NONE_SEEN  # heavy from here on
+    from stability.recorder.launch import Asked
     from stability.study.foreign import RunFailedError, record_command
     from stability.study.foreign_plan import plan_run
 
@@ -81,9 +82,8 @@ def init(
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
-    seen = "the script evaluates nothing itself"
-    trial = f"{seen} in {TRIAL} updates (what it evaluates later is found in the runs)"
-    notes += [note.replace(seen, trial) for note in found["notes"]]
+    trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
+    notes += [note.replace(NONE_SEEN, trial) for note in found["notes"]]
     models = ", ".join(found["models"]) or "no module"
     print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
     for note in notes:

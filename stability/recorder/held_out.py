@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from stability.recorder.trained_samples import read_trained_samples
 
-__all__ = ["HeldOut", "read_held_out"]
+__all__ = ["NONE_SEEN", "HeldOut", "read_held_out"]
 
 _ASK = (
     "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` in "
@@ -28,6 +28,10 @@ _ASK = (
 _IN_OTHER_BITS = (
     "no sample was trained on twice in the same bits: whether held-out ones were trained on in "
     "others, as with noise or in another crop, can't be told"
+)
+
+NONE_SEEN = (
+    "no call of the model in evaluation mode (`model.eval()`) and without gradients was seen"
 )
 
 _UNKNOWN = (
@@ -87,7 +91,7 @@ def read_held_out(ranks: Sequence[Lines], folder: Path, steps: int) -> HeldOut:
         for step in sorted({step for rank in evaluations for step in rank})
     }
     if not by_step:
-        return HeldOut(notes=[f"no held-out loss: the script evaluates nothing itself; {_ASK}"])
+        return HeldOut(notes=[f"no held-out loss: {NONE_SEEN}; {_ASK}"])
     whole = {step: calls for step, calls in by_step.items() if calls}
     if not whole:
         said = "the script evaluates its model, but no loss of that was seen"

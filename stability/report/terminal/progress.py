@@ -78,6 +78,10 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
+_WRITTEN_AGAIN = 60
+"""Characters of a note that is short enough to be written out of each run."""
+
+
 class StudyDisplay:
     """Show the progress of `total_runs` runs on `console`; use as a context manager."""
 
@@ -98,6 +102,8 @@ class StudyDisplay:
         self._kept = 0
         self._before = 0.0
         self._begun: float | None = None
+        self._noted: dict[str, str] = {}
+        """The run of which each note was said first."""
         self._runs: dict[tuple[str, int], _Training] = {}
 
     def __enter__(self) -> Self:
@@ -128,7 +134,11 @@ class StudyDisplay:
         self._progress.update(self._study, completed=self._reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
-        """Leave a line above the bars."""
+        """Leave a line above the bars; what was said of another run is not written out again."""
+        run = f"{arm}, seed {seed}"
+        first = self._noted.setdefault(text, run)
+        if first != run and len(text) > _WRITTEN_AGAIN:
+            text = f"the same as of {first}"
         self._progress.console.print(
             f"[{OPEN}]{'note':>9}[/]  {as_markup(arm)}, seed {seed}   {as_markup(text)}",
             highlight=False,

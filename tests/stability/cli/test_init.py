@@ -43,8 +43,8 @@ def test_a_command_without_a_seed_is_told(
     said = capsys.readouterr().out
     assert "the command takes no seed that was found" in said
     assert (
-        "no held-out loss: the script evaluates nothing itself in 2 updates (what it evaluates "
-        "later is found in the runs); name a func"
+        "no held-out loss: no call of the model in evaluation mode (`model.eval()`) and without "
+        "gradients was seen in 2 updates (later ones are found in the runs); name a func"
     ) in said
 
 

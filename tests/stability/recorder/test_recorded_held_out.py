@@ -92,7 +92,11 @@ def test_other_held_out_data_are_said_and_not_compared(
     [
         (["--crops"], "the script evaluates other samples at each step, so what of it is held out"),
         (["--kind", "by hand"], "the script evaluates its model, but no loss of that was seen"),
-        (["--evaluate-every", "99"], "the script evaluates nothing itself; name a function"),
+        (
+            ["--evaluate-every", "99"],
+            "no held-out loss: no call of the model in evaluation mode (`model.eval()`) and "
+            "without gradients was seen; name a function",
+        ),
     ],
 )
 def test_what_can_not_be_told_is_said_and_not_used(

@@ -32,6 +32,20 @@ def test_names_and_messages_are_shown_and_not_obeyed(is_terminal):
     assert f"a[red]{SHOWN}, seed 0   message {SHOWN}" in written
 
 
+def test_a_long_note_is_written_out_once():
+    file = io.StringIO()
+    long = "no held-out loss: " + 20 * "why "
+    with StudyDisplay(Console(file=file, width=200), 2) as display:
+        for arm, text in (("a", long), ("b", long), ("b", "short"), ("a", "short")):
+            display.run_noted(arm, 0, text)
+    assert [line.strip() for line in file.getvalue().splitlines()] == [
+        f"note  a, seed 0   {long.strip()}",
+        "note  b, seed 0   the same as of a, seed 0",
+        "note  b, seed 0   short",
+        "note  a, seed 0   short",
+    ]
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """What the display takes for the time, in seconds."""
