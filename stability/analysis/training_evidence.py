@@ -27,6 +27,7 @@ from stability.analysis.study_distances import (
     study_distances,
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.unseen_harm import what_may_show
 from stability.analysis.window import Window, nearness_of
 from stability.config.axes import CHANGES_WEIGHTS, axes_of, touches
 from stability.config.commands import is_command
@@ -50,6 +51,8 @@ class _Question:
     policy: PolicyConfig
     reference: str
     window: Window
+    distances: Mapping[int, SeedDistances]
+    """All that is on record, by seed."""
     weights: Mapping[int, DistanceMatrix]
     """The distances at the judged step, by seed."""
     predictions: Mapping[int, DistanceMatrix]
@@ -86,6 +89,7 @@ def training_evidence(
             policy=policy,
             reference=reference.name,
             window=window,
+            distances=distances,
             weights={
                 s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights
             },
@@ -289,6 +293,15 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
                 f"{noise:.3f}, above {question.policy.window_limit:g}"
             )
         return "holds", ""
+    if question.arm.role == "broken" and found.mean <= limit:
+        return "undecided", what_may_show(
+            question.arm.name,
+            question.reference,
+            limit,
+            question.window,
+            question.policy.window_limit,
+            question.distances,
+        )
     needed = seeds_that_decide(found.per_seed, limit, alpha)
     look = next((look for look in LOOKS if needed is not None and look >= needed), None)
     if look is None:

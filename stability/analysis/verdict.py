@@ -13,8 +13,7 @@ which the baseline of the seed is sound fails at once, in whichever seed (`lost_
 judged on the first seeds, as many as the look has (`sequential`). The arm `broken` carries a fault
 that must be seen: where it does not fail, no other arm can pass.
 
-Leaves out how a level is measured (`operator_evidence` and its three siblings), what is shown of
-it, and exit codes, which are the command line's.
+Leaves out how a level is measured (`operator_evidence` and its siblings), and what is shown of it.
 """
 
 import math
@@ -66,7 +65,6 @@ LEVEL_EVIDENCE: Mapping[Level, EvidenceOf] = {
 CONTROLS = ("baseline", "reference", "nudge", "rerun", "broken")
 """Roles whose runs of a seed must have ended before that seed counts."""
 DONE = ("finished", "diverged")
-
 
 _LIMITS = {
     "max_error_ratio": "an error ratio of",
@@ -327,23 +325,28 @@ def _outcome(
     no_baseline = _baseline_lost(study, look_at(count) or count)
     if no_baseline:
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
+    blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
+    # all at once: what is mended may take a whole training anew
+    beside = f"; nor would it pass then: {', and '.join([*blind, *unseen])}" if unseen else ""
     silent, needed = by_state["not applicable"], _needed(study, arm)
     rest = f"; {listed(silent)} {agreeing(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
         return "INCONCLUSIVE", (
             f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(needed)}{rest}"
         )
-    if by_state["not measured"]:
-        lacking = by_state["not measured"]
-        return "INCONCLUSIVE", f"{listed(lacking)} {agreeing(lacking, 'is')} not measured{rest}"
+    lacking, undecided = by_state["not measured"], by_state["undecided"]
+    said = [
+        f"{listed(each)} {agreeing(each, 'is')} {state}"
+        for state, each in (("not measured", lacking), ("undecided", undecided))
+        if each
+    ]
+    if said:
+        gain = gaining(study, arm, levels)
+        then = "" if lacking else f"; {outlook(undecided, gain, next_look(count))}"
+        return "INCONCLUSIVE", f"{', and '.join(said)}{then}{beside}{rest}"
     if len(silent) == len(levels):
         return "INCONCLUSIVE", "no level applies to what it changes"
-    if by_state["undecided"]:
-        open_ = by_state["undecided"]
-        then = outlook(open_, gaining(study, arm, levels), next_look(count))
-        return "INCONCLUSIVE", f"{listed(open_)} {agreeing(open_, 'is')} undecided; {then}{rest}"
     hold = f"{listed(by_state['holds'])} {agreeing(by_state['holds'], 'holds')}"
-    blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     if refused := _refused(needed):
         return "INCONCLUSIVE", f"{hold}, but not every pair does: {refused}"
     if blind or unseen:
@@ -364,7 +367,8 @@ def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
         if arm.outcome != "FAIL":
             reasons.append(f"{arm.arm}, which is broken on purpose, does not fail")
         elif training and training.state not in ("harmed", "not applicable"):
-            reasons.append(f"training does not see {arm.arm}, which is broken on purpose")
+            more = f"; to have it seen: {training.decides}" if training.decides else ""
+            reasons.append(f"training does not see {arm.arm}, which is broken on purpose{more}")
     return reasons
 
 

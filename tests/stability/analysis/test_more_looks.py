@@ -89,6 +89,10 @@ def _evidence(state, p_harmed, p_holds):
     return {level: LevelEvidence(level=level, p_holds=p_holds, **values) for level in LEVELS}
 
 
+WITHOUT_BROKEN = (
+    "; nor would it pass then: no arm is broken on purpose, so that training could show that it "
+    "sees harm"
+)
 HOLDS, OPEN = _evidence("holds", 0.9, 1e-6), _evidence("undecided", 0.5, 0.5)
 
 
@@ -133,7 +137,7 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
     first = _looked_at_in(study, (0,))
     levels = {**HOLDS, **{level: OPEN[level] for level in undecided}}
     judged = _judge(first, levels)
-    assert judged.arm("flash_fa2").sentence == reason
+    assert judged.arm("flash_fa2").sentence == f"{reason}{WITHOUT_BROKEN}"
     assert judged.outlook == outlook
     shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
     assert shown.endswith(f"{outlook}.")
@@ -143,7 +147,8 @@ def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):
     levels = {**HOLDS, "operator": OPEN["operator"]}
     all_of_them = _looked_at_in(study, (0, 1, 2))
     judged = _judge(all_of_them, levels)
-    assert judged.arm("flash_fa2").sentence.endswith("; the next look is at 5 seeds")
+    said = judged.arm("flash_fa2").sentence
+    assert said.endswith(f"; the next look is at 5 seeds{WITHOUT_BROKEN}")
 
 
 def _looked_at_in(study, seeds):

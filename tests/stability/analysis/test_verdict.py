@@ -193,6 +193,20 @@ def test_what_is_broken_on_purpose_has_to_be_seen(study, broken):
     assert harmed.outcome == "FAIL", "no assay saves what is harmed"
 
 
+def test_all_that_stands_in_the_way_of_a_pass_is_told_at_once(study):
+    open_ = _with(
+        HOLDS, one=_evidence("outcome", "not measured"), two=_evidence("gradient", "undecided")
+    )
+    unseen = replace(_evidence("training", "undecided"), decides="20 seeds")
+    found = _outcome(study, open_, broken=_with(HARMED, one=unseen))
+    assert found.outcome == "INCONCLUSIVE"
+    assert found.sentence == (
+        "the outcome level is not measured, and the gradient level is undecided; nor would it pass "
+        "then: training does not see flash_all_bf16, which is broken on purpose; to have it seen: "
+        "20 seeds"
+    )
+
+
 @pytest.mark.parametrize(
     ("broken", "answer", "tone"),
     [(HARMED, "FAIL, as it must", "good"), (HOLDS, "NO ASSAY, but it must FAIL", "bad")],
