@@ -1,0 +1,46 @@
+"""What is told of an arm that is broken on purpose and not found in the weights."""
+
+import pytest
+
+from stability.analysis.training_evidence import training_evidence
+from stability.config.study import PolicyConfig
+from tests.stability.analysis.distance_studies import Part, off, parts, write_study
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch):
+    """No waiting for the disk: hundreds of small files are written here."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+def _of(study):
+    return training_evidence(study, study.arm("broken"), PolicyConfig())
+
+
+def _broken(errors):
+    """Return an arm that errs by `errors` of a step, more in some seeds than in others."""
+
+    def weights(seed, step):
+        return off("broken", errors.get(step, 1.0) * (1.15, 0.9, 1.05, 0.9, 1.05)[seed])(seed, step)
+
+    return Part("broken", "attention", weights)
+
+
+def test_of_a_broken_arm_within_the_limit_more_seeds_are_no_advice_but_another_step(tmp_path):
+    study = write_study(tmp_path, parts(broken=_broken({10: 1.3, 20: 1.05})))
+    found = _of(study)
+    assert (found.state, found.figures["step"]) == ("undecided", 20)
+    assert found.decides == (
+        "not more seeds, since its E is not above the limit at step 20; at step 10 it is 1.31: "
+        "policy.step, in a study of another name"
+    )
+    # beyond the limit, though not surely, more seeds are what shows it
+    beyond = _of(write_study(tmp_path / "b", parts(broken=_broken({20: 1.2}))))
+    assert (beyond.state, "seeds, at this scatter" in beyond.decides) == ("undecided", True)
+
+
+def test_where_no_step_shows_a_broken_arm_it_is_said(tmp_path):
+    found = _of(write_study(tmp_path, parts(broken=_broken({15: 1.06, 20: 1.04}))))
+    assert found.state == "undecided"
+    assert "nor at any on record at which controls stay near 1 (1.0" in found.decides
+    assert "at most, at step 15); noise may hide it" in found.decides
