@@ -71,7 +71,9 @@ class EnergyTest:
                 f"{self.seeds} seed{'s' if self.seeds > 1 else ''}; add nudges or seeds"
             )
         word = "can" if self.p <= TOLD else "can't"
-        return f"{word} be told from a nudge (p {self.p:.2g})"
+        # so small a number of seeds knows no stronger word
+        least = ", the least possible here" if self.p <= self.smallest_p else ""
+        return f"{word} be told from a nudge (p {self.p:.2g}{least})"
 
 
 def energy_test(

@@ -96,7 +96,7 @@ def test_too_small_a_design_says_that_it_could_not_have_told():
     assert "could not have been: no p below 0.11 is possible with 2 draws" in found.sentence
     assert "in 2 seeds; add nudges or seeds" in found.sentence
     enough = _test(_study(np.random.default_rng(0), seeds=3, nudges=1, shift=9.0), nudges=1)
-    assert enough.sentence == "can be told from a nudge (p 0.037)"
+    assert enough.sentence == "can be told from a nudge (p 0.037, the least possible here)"
     same = _test(_study(np.random.default_rng(0)))
     assert same.sentence.startswith("can't be told from a nudge (p 0.")
 
