@@ -17,6 +17,8 @@ from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from attention_kernels.testing.check import CheckReport, Finding
     from attention_kernels.testing.laws import Inputs
 
@@ -160,7 +162,6 @@ def _check(
 def _print(report: "CheckReport") -> None:
     """Print the answer, what it rests on, what was refused, and the worst of each result."""
     from rich.console import Console  # heavy
-    from rich.table import Table
 
     console = Console()
 
@@ -174,19 +175,12 @@ def _print(report: "CheckReport") -> None:
         say(f"{', '.join(finding.dtypes)}: {finding.sentence}", 2)
     for reason, cells in report.unsupported.items():
         say(f"unsupported in {len(cells)} cells: {reason}", 2)
+    if report.autocast:
+        say(report.autocast, 2)
     if not report.statistics:
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    columns = ("dtype", "result", "error ratio", "worst row", "gain", "bias, ULP", "angle")
-    for column in columns:
-        table.add_column(column, justify="left" if column in columns[:2] else "right")
-    for dtype in report.dtypes:
-        for result in _RESULTS:
-            row = _worst(report, dtype, result)
-            if row:
-                table.add_row(dtype, result, *row)
     console.print()
-    console.print(table, highlight=False)
+    console.print(_table(report), highlight=False)
     print_line("")
     say(
         "The largest over all cells and heads. What fails is what is surely beyond its limit: an "
@@ -202,6 +196,22 @@ def _print(report: "CheckReport") -> None:
             "inputs: if it is meant to round so, write policy: {max_error_ratio: 4.0} into the "
             "study before its first run."
         )
+
+
+def _table(report: "CheckReport") -> "Table":
+    """Return the worst of each result in each dtype as a table."""
+    from rich.table import Table  # heavy
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    columns = ("dtype", "result", "error ratio", "worst row", "gain", "bias, ULP", "angle")
+    for column in columns:
+        table.add_column(column, justify="left" if column in columns[:2] else "right")
+    for dtype in report.dtypes:
+        for result in _RESULTS:
+            row = _worst(report, dtype, result)
+            if row:
+                table.add_row(dtype, result, *row)
+    return table
 
 
 def _rests_on(report: "CheckReport") -> "list[Finding]":

@@ -8,7 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import jsonargparse
 
-__all__ = ["EXAMPLES", "HelpFormatter", "end_of_help"]
+__all__ = ["EXAMPLES", "PLAIN_WORDS", "HelpFormatter", "end_of_help"]
+
+PLAIN_WORDS = (Path | None, str | None)
+"""The types of the parameters that may be given as plain words after the required ones."""
 
 EXAMPLES = {
     "demo": "stability demo --out runs",
@@ -79,7 +82,12 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHe
         return f"{option} {{{','.join(words)}}}" if words else f"{option} {_kind(action)}"
 
     def _format_usage(self, usage: str | None, actions: Iterable[argparse.Action], *_: Any) -> str:
-        places = [action.dest.upper() for action in actions if not action.option_strings]
+        places = []
+        for action in actions:
+            if not action.option_strings:
+                places.append(action.dest.upper())
+            elif getattr(action, "_typehint", None) in PLAIN_WORDS:
+                places.append(f"[{action.dest.upper()}]")
         return f"usage: {' '.join([self._prog, *places, '[options]'])}\n\n"
 
 

@@ -24,6 +24,11 @@ TRIAL = 2
 STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
+_OF_ATTENTION = """\
+  # of an attention only the same one with a planted fault counts, and both need a probe:
+  # fa2: {attention: flash:fa2, probe: &looked {candidate: flash:fa2, every: 2, gradient_every: 1}}
+  # broken: {attention: flash:fa2+out_gain_1pct, probe: *looked}
+"""
 
 
 def init(
@@ -175,7 +180,7 @@ arms:
   # broken:
   #   role: broken
   #   flags: {{a-learning-rate: ten-times-it}}
-  rerun: {{}}
+{_OF_ATTENTION}  rerun: {{}}
   nudge:
     nudge: {{ulps: 1}}
 

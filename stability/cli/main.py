@@ -14,6 +14,7 @@ import os
 import re
 import select
 import sys
+import textwrap
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 import jsonargparse
 
 from stability import __version__
-from stability.cli.help_text import HelpFormatter, end_of_help
+from stability.cli.help_text import PLAIN_WORDS, HelpFormatter, end_of_help
 from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, UNREAD, WRONG
 from stability.records.atomic_files import DiskFullError
 from stability.records.identity import WAITING
@@ -34,7 +35,7 @@ VERBS = {
         "stability.cli.demo",
         "train the study that comes with this package",
     ),
-    "check": ("stability.cli.check", "say whether an attention computes attention, or what is off"),
+    "check": ("stability.cli.check", "say if an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "estimate": ("stability.cli.estimate", "say what a study will take: hours, disk, memory"),
     "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
@@ -205,13 +206,14 @@ def _with_values(command: Callable[..., int], words: list[str]) -> list[str]:
 
     `--flag` of a bool parameter becomes `--flag=true`, and dashes in an option's name become
     underscores. jsonargparse takes only required parameters by position. Here further words may
-    follow them; each is given to the next optional parameter of type `Path | None` or `str | None`.
+    follow them; each is given to the next parameter whose type is one of `PLAIN_WORDS`.
     """
     every = inspect.signature(command).parameters
     parameters = {f"--{name}": parameter for name, parameter in every.items()}
     required = sum(parameter.default is parameter.empty for parameter in every.values())
-    types = (Path | None, str | None)
-    optional = [name for name, parameter in parameters.items() if parameter.annotation in types]
+    optional = [
+        name for name, parameter in parameters.items() if parameter.annotation in PLAIN_WORDS
+    ]
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     rewritten: list[str] = []
     takes_value = False
@@ -267,7 +269,11 @@ def _in_plain_words(message: str) -> str:
 def _overview() -> str:
     """Return the text of `stability --help`."""
     verbs = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
-    codes = "".join(f"  {code:<3} {text}\n" for code, text in EXIT_CODES.items())
+    codes = "".join(
+        textwrap.fill(f"{code:<3} {text}", 80, initial_indent="  ", subsequent_indent=" " * 6)
+        + "\n"
+        for code, text in EXIT_CODES.items()
+    )
     return (
         f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes.\n\n"
         f"exit codes:\n{codes}"

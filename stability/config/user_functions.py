@@ -9,13 +9,13 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
 from stability.config.convert import nearest
 
-__all__ = ["import_function", "source_hash"]
+__all__ = ["did_you_mean", "import_function", "source_hash"]
 
 
 def import_function(where: str, what: str) -> Callable[..., Any]:
@@ -31,6 +31,7 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
             f"{what} must be MODULE:FUNCTION of a module that imports, got {where!r}; {said}"
+            f"{did_you_mean(where)}"
         ) from error
     finally:
         if Path.cwd() != here:  # a study's own paths begin there
@@ -42,6 +43,14 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
             f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
         )
     return function
+
+
+def did_you_mean(where: str) -> str:
+    """Return "; did you mean attn:f" for "attn.py:f", a file of this folder; else no text."""
+    module_name, _, attribute = where.partition(":")
+    parts = PurePath(module_name.removesuffix(".py")).parts
+    is_file = module_name.endswith(".py") and all(part.isidentifier() for part in parts)
+    return f"; did you mean {'.'.join(parts)}:{attribute}" if is_file else ""
 
 
 def _import_module(name: str) -> ModuleType:

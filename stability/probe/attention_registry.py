@@ -40,7 +40,7 @@ from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.convert import nearest
 from stability.config.plugins import ATTENTIONS, plugins
 from stability.config.schema import AttentionConfig
-from stability.config.user_functions import import_function, source_hash
+from stability.config.user_functions import did_you_mean, import_function, source_hash
 
 __all__ = [
     "ROUNDING",
@@ -305,7 +305,7 @@ def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAtt
         known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
         raise ValueError(
             "resolve_attention: implementation must be registered or MODULE:FUNCTION, got "
-            f"{name!r}; nearest: {nearest(name, known)}"
+            f"{name!r}; nearest: {nearest(name, known)}{did_you_mean(name)}"
         )
     _refuse_engine(config)
     _refuse_settings(config, "a function of your own knows its own numerics")

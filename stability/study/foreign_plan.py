@@ -174,16 +174,16 @@ def _differences(
     return differences
 
 
-def check_free(run: ForeignRun) -> None:
-    """ValueError if the run's folder holds another run."""
+def check_free(run: ForeignRun, instead: str = "name another arm") -> None:
+    """ValueError if the run's folder holds another run; `instead` is what to do, but for --out."""
     if not run.paths.manifest.exists():
         return
     manifest = read_manifest(run.paths.manifest)
     was = manifest.config
     if not is_command(was) or (manifest.state in ENDED and run.is_other(manifest)):
         raise ValueError(
-            f"record: {run.paths.root}: holds another run of that arm; name another arm, or use "
-            "--out for another folder"
+            f"record: {run.paths.root}: holds another run of that arm; {instead}, or use --out for "
+            "another folder"
         )
 
 

@@ -81,7 +81,7 @@ def run_commands(
     """
     runs = plan_commands(study, out)
     for run in runs:
-        check_free(run)
+        check_free(run, "give the changed study another `name:`, where all its runs train anew")
         if not run.is_kept and run.baseline is not None and run.baseline.manifest.exists():
             checkpoint_entry(run)
     folders = {run.arm: folder_of(run) for run in runs[: len(study.arms)]}

@@ -31,7 +31,7 @@ from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.refusals import UnsupportedError, is_refusal
 from attention_kernels.testing.side_effects import side_effects
 
-__all__ = ["Breach", "Called", "Signature", "call"]
+__all__ = ["Breach", "Called", "Signature", "call", "call_once"]
 
 _CAUSAL = ("causal", "is_causal")
 _SCALE = ("scale", "softmax_scale", "sm_scale")
@@ -130,6 +130,19 @@ def call(
         if not all(torch.equal(x, called.results[name]) for name, x in other.results.items()):
             others[manner.words] = other.results
     return replace(called, others=others, refused=tuple(refused))
+
+
+def call_once(
+    attention: Callable[..., Any],
+    signature: Signature,
+    where: Reference,
+    device: torch.device = CPU,
+) -> Called:
+    """Call the attention on a cell's inputs, forward and backward, in the usual manner alone.
+
+    `UnsupportedError` if it refuses; any other exception of its own is a breach.
+    """
+    return _called(attention, signature, where, _Manner(lse=signature.lse), device)
 
 
 def _other_manners(signature: Signature, where: Reference) -> list[_Manner]:

@@ -9,7 +9,8 @@ Where it fails, it names the mistake whose FP64 results come closest. What the a
 stands in the answer, a plain cell first, and an attention that refuses everything does not pass:
 nothing was looked at. One that names `attn_mask` or `sinks` among its arguments is called with
 trained ones too (`trained_masks`), and one that names `dropout_p` and `dropout_seed` with dropout
-(`dropped_weights`). Leaves out speed, and other masks.
+(`dropped_weights`). Whether autocast changes its bits is said beside the answer (`autocast`).
+Leaves out speed, and other masks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.fp_environment import settle_vector_math
+from attention_kernels.testing.autocast import autocast_sentence
 from attention_kernels.testing.calls import Breach, Called, Signature, call
 from attention_kernels.testing.cells import (
     DTYPES,
@@ -80,6 +82,8 @@ class CheckReport:
     """Where it was called."""
     not_looked_at: str = ""
     """What the check does not look at: of the full one what is beyond its largest cells."""
+    autocast: str = ""
+    """What autocast changes in one call in BF16, as a sentence, or nothing."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """A row for each dtype, cell and result."""
 
@@ -122,6 +126,7 @@ class CheckReport:
             "unsupported": self.unsupported,
             "plain_refused": list(self.plain_refused),
             "not_looked_at": self.not_looked_at,
+            "autocast": self.autocast,
             "statistics": self.statistics,
         }
 
@@ -189,6 +194,8 @@ def _look_at_all(
             where = given_cell(given, DTYPES[format], "given inputs")
             _look(attention, signature, where, seen, report)
         findings += seen.findings()
+        if format == "bf16":
+            report.autocast = autocast_sentence(attention, signature, seen.calls, report.device)
         findings += _of_further_calls(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)

@@ -58,6 +58,12 @@ def test_of_how_far_a_result_errs_one_line_is_printed_and_none_that_is_said_abov
     ]
 
 
+def test_what_autocast_changes_is_printed_beside_the_answer(capsys):
+    said = "Under autocast, as in a bf16-mixed study, it gives other bits (out)"
+    _print(CheckReport(name="mine", dtypes=("bf16",), cells=1, autocast=said))
+    assert capsys.readouterr().out.splitlines()[1:] == [f"  {said}"]
+
+
 @pytest.mark.slow
 def test_a_planted_fault_fails_in_words(capsys):
     assert main(["check", "baseline", "--quick", "--dtype", "fp32", "--fault", "dk_gain"]) == 1

@@ -54,6 +54,17 @@ def test_an_example_is_of_its_verb_and_of_options_that_it_has(verb, help_of):
             assert re.search(rf"(^|\s){word}\b", text), word
 
 
+def test_the_list_of_verbs_and_exit_codes_fits(capsys):
+    assert main(["--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_what_may_be_given_as_a_plain_word_is_in_the_usage(help_of):
+    assert help_of("show").startswith("usage: stability show FOLDER [ARM] [options]\n")
+    # --arm of a verdict is no plain word
+    assert help_of("verdict").startswith("usage: stability verdict STUDY [options]\n")
+
+
 def test_what_an_option_takes_is_said_by_a_word_or_its_choices(help_of):
     text = help_of("run")
     for line in (

@@ -79,7 +79,7 @@ def test_the_arms_that_are_to_be_filled_in_are_those_of_a_verdict(tmp_path: Path
         "# reference:": "reference:",
         "#   role: ": "  role: ",
         "#   flags: {a-precision: a-higher-one}": "  flags: {y: 1}",
-        "# broken:": "broken:",
+        "# broken:\n": "broken:\n",
         "#   flags: {a-learning-rate: ten-times-it}": "  flags: {lr: 1.0}",
     }
     for place, filled_in in places.items():
@@ -88,6 +88,19 @@ def test_the_arms_that_are_to_be_filled_in_are_those_of_a_verdict(tmp_path: Path
     (tmp_path / "study.yaml").write_text(text)
     roles = [arm.role for arm in expand_commands(load_command_study(tmp_path / "study.yaml"))]
     assert roles == ["baseline", "candidate", "reference", "broken", "rerun", "nudge"]
+
+
+def test_the_arms_of_an_attention_differ_in_a_planted_fault_and_are_probed(tmp_path: Path) -> None:
+    text = study_text("mine", ["python", "train.py", "--seed", "{seed}"], {}, 7)
+    for arm in ("fa2: {", "broken: {"):
+        assert f"  # {arm}" in text
+        text = text.replace(f"  # {arm}", f"  {arm}")
+    (tmp_path / "study.yaml").write_text(text)
+    arms = {arm.role: arm for arm in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    right, wrong = arms["candidate"].config, arms["broken"].config
+    assert wrong.attention == f"{right.attention}+out_gain_1pct"
+    assert wrong.probe == right.probe
+    assert right.probe.candidate == right.attention
 
 
 def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:

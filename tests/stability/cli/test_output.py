@@ -30,8 +30,10 @@ def test_a_figure_that_is_no_number_is_printed_as_text(capsys):
 def test_help_prints_the_table_of_exit_codes(capsys):
     assert main(["--help"]) == 0
     table = capsys.readouterr().out.partition("exit codes:\n")[2]
-    assert [line.split(None, 1) for line in table.splitlines()] == [
-        [str(code), meaning] for code, meaning in EXIT_CODES.items()
+    told = " ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
+    assert " ".join(table.split()) == told
+    assert [line[:5].strip() for line in table.splitlines() if line[2] != " "] == [
+        str(code) for code in EXIT_CODES
     ]
 
 

@@ -203,6 +203,20 @@ def test_a_module_that_does_not_import_is_told_with_its_reason(tmp_path, monkeyp
         resolve_attention("mypkg:my_attention", CPU)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mypkg.py:my_attention", "; did you mean mypkg:my_attention$"),
+        ("./sub/mypkg.py:f", r"; did you mean sub\.mypkg:f$"),
+        ("/there/mypkg.py:f", "MODULE:FUNCTION, got '/there/mypkg.py:f'; nearest: [a-z, ]*$"),
+    ],
+)
+def test_a_files_name_in_the_place_of_a_modules_is_told(tmp_path, monkeypatch, given, said):
+    _write_package(tmp_path, monkeypatch, OWN)
+    with pytest.raises(ValueError, match=said):
+        resolve_attention(given, CPU)
+
+
 def test_ctrl_c_while_a_module_is_imported_is_an_interrupt(tmp_path, monkeypatch):
     _write_package(tmp_path, monkeypatch, "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):

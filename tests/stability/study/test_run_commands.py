@@ -129,6 +129,11 @@ def test_a_run_that_ended_is_no_answer_once_its_script_was_edited(
         file.write_text(was)
     assert commands.run(arms, seeds=[0]) == 0
     assert commands.paths("rerun").manifest.read_bytes() == before
+    capsys.readouterr()
+    assert commands.run(arms, seeds=[0], base={"flags": {"lr": 0.02, "bf16": True}}) == 2
+    said = capsys.readouterr().err
+    assert "give the changed study another `name:`, where all its runs train anew, or use" in said
+    assert "another arm" not in said
 
 
 def test_two_changes_in_one_arm_are_refused_before_anything_runs(
