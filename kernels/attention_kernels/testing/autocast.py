@@ -52,7 +52,7 @@ def autocast_sentence(
     if not other:
         return ""
     return (
-        f"{_WHERE} gives other bits ({', '.join(other)}): autocast rounds the operands of its "
-        "products, and widens those of a softmax; switch it off inside, with "
+        f"{_WHERE} gives other bits ({', '.join(other)}), as where autocast rounds the operands of "
+        "products or widens those of a softmax; if that is not meant, switch it off inside, with "
         "torch.autocast(q.device.type, enabled=False)."
     )

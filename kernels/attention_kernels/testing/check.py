@@ -185,6 +185,7 @@ def _look_at_all(
 ) -> None:
     """Check the attention at each dtype of the report, and write down there what is found."""
     findings: list[Finding] = []
+    in_bf16: list[tuple[Reference, Called]] = []
     for format in report.dtypes:
         references = (drawn_reference(cell, DTYPES[format]) for cell in chosen)
         seen = _Seen(format)
@@ -195,10 +196,12 @@ def _look_at_all(
             _look(attention, signature, where, seen, report)
         findings += seen.findings()
         if format == "bf16":
-            report.autocast = autocast_sentence(attention, signature, seen.calls, report.device)
+            in_bf16 = seen.calls
         findings += _of_further_calls(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
+    # last of all: what it does to a GPU, no other call is to answer for
+    report.autocast = autocast_sentence(attention, signature, in_bf16, report.device)
 
 
 def _of_further_calls(

@@ -16,7 +16,7 @@ def test_a_kernel_that_widens_gives_other_bits_under_autocast_and_is_told():
     report = quick(widening, cells=ONE)
     assert report.passed, "the answer stays"
     assert report.autocast.startswith(
-        "Under autocast, as in a bf16-mixed study, it gives other bits (out, dq, dk, dv): autocast "
+        "Under autocast, as in a bf16-mixed study, it gives other bits (out, dq, dk, dv), as where "
     )
     assert "switch it off inside, with torch.autocast(q.device.type, ena" in report.autocast
     assert report.to_dict()["autocast"] == report.autocast
