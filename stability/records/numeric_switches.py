@@ -130,12 +130,13 @@ def _sdpa_order(torch: Any) -> str:
 
     On some GPUs (9.0 and 10.0, with a cuDNN that torch prefers there) it puts cuDNN first when
     attention is first called in a process: a training would seem to have changed its order. Asking
-    for the backend of a call settles it as the call would, and computes nothing.
+    for the backend of a call settles it as the call would, and computes nothing. An order that was
+    set before any call is overwritten by torch at the first one, asked or called.
     """
     if torch.cuda.is_initialized():
-        q = torch.empty((1, 1, 8, 8), dtype=torch.float16, device=_GPU)
-        # where no backend may take this one, the order is settled all the same
+        # no memory left; or no backend may take this one, and the order is settled all the same
         with contextlib.suppress(RuntimeError):
+            q = torch.empty((1, 1, 8, 8), dtype=torch.float16, device=_GPU)
             torch._fused_sdp_choice(q, q, q)
     return str(torch._C._get_sdp_priority_order())
 
