@@ -49,8 +49,10 @@ def did_you_mean(where: str) -> str:
     """Return "; did you mean attn:f" for "attn.py:f", a file of this folder; else no text."""
     module_name, _, attribute = where.partition(":")
     parts = PurePath(module_name.removesuffix(".py")).parts
-    is_file = module_name.endswith(".py") and all(part.isidentifier() for part in parts)
-    return f"; did you mean {'.'.join(parts)}:{attribute}" if is_file else ""
+    is_module = bool(parts) and all(part.isidentifier() for part in parts)
+    if not (module_name.endswith(".py") and is_module and Path(module_name).is_file()):
+        return ""
+    return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
 
 
 def _import_module(name: str) -> ModuleType:

@@ -4,6 +4,7 @@ import linecache
 import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,11 +209,17 @@ def test_a_module_that_does_not_import_is_told_with_its_reason(tmp_path, monkeyp
     [
         ("mypkg.py:my_attention", "; did you mean mypkg:my_attention$"),
         ("./sub/mypkg.py:f", r"; did you mean sub\.mypkg:f$"),
+        ("mypkg.py", "; did you mean mypkg:FUNCTION$"),
+        ("mypgk.py:f", "'mypgk'$"),
         ("/there/mypkg.py:f", "MODULE:FUNCTION, got '/there/mypkg.py:f'; nearest: [a-z, ]*$"),
     ],
 )
 def test_a_files_name_in_the_place_of_a_modules_is_told(tmp_path, monkeypatch, given, said):
     _write_package(tmp_path, monkeypatch, OWN)
+    monkeypatch.chdir(tmp_path)
+    for place in ("mypkg.py", "sub/mypkg.py"):
+        Path(place).parent.mkdir(exist_ok=True)
+        Path(place).touch()
     with pytest.raises(ValueError, match=said):
         resolve_attention(given, CPU)
 
