@@ -7,6 +7,7 @@ how many looks are lacking (the levels' evidence).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stability.analysis.advice import StudyKind, kind_of
 from stability.analysis.evidence import Level, LevelEvidence, listed
@@ -54,17 +55,26 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
 
 def more_looks(study: RecordedStudy, arm: RecordedArm, level: Level) -> str:
     """Return what would add looks at the operator or the gradient, and what would not: a clause."""
-    kind, every = kind_of(study), _every(arm, level)
-    ways = ["more steps"]
-    if every != 1 and kind in _ASKED_BY:
-        ways.append(f"a smaller {_ASKED_BY[kind][level]}")
-    by_seeds = _seeds_count(study, arm, level)
-    if level == "operator" and not by_seeds and kind == "config":
-        ways.append("`probe: {seeds: all}`")
+    by_seeds, ways = _seeds_count(study, arm, level), _ways(study, arm, level)
     anew = f"{' or '.join(ways)}, in a study of another name"
     if by_seeds:
         return f"by more seeds, or by {anew}"
     return f"by {anew}; more seeds add none, since only the first is looked at"
+
+
+def _ways(study: RecordedStudy, arm: RecordedArm, level: Level) -> list[str]:
+    kind, probe = kind_of(study), _probe(arm)
+    every = probe.get(_EVERY[level])
+    if level == "operator" and probe.get("steps"):
+        ways = ["more of `probe.steps`"]  # which stands in the place of `every`
+    elif kind not in _ASKED_BY or every == 1:
+        ways = ["more steps"]
+    else:
+        asked = _ASKED_BY[kind][level]
+        ways = ["more steps", f"{asked} above 0" if every == 0 else f"a smaller {asked}"]
+    if level == "operator" and kind == "config" and not _seeds_count(study, arm, level):
+        ways.append("`probe: {seeds: all}`")
+    return ways
 
 
 def _seeds_count(study: RecordedStudy, arm: RecordedArm, level: Level) -> bool:
@@ -73,8 +83,10 @@ def _seeds_count(study: RecordedStudy, arm: RecordedArm, level: Level) -> bool:
         return True
     if level == "gradient":
         return False
-    # whoever records runs one by one says of each whether it is looked at
-    return len(_looked_at(arm)) > 1 or kind_of(study) == "recorded"
+    # whoever records runs one by one says of each whether it is looked at, and of commands each is
+    if kind_of(study) != "config" or _probe(arm).get("seeds") == "all":
+        return True
+    return len(_looked_at(arm)) > 1
 
 
 def _looked_at(arm: RecordedArm) -> list[int]:
@@ -86,7 +98,8 @@ def _looked_at(arm: RecordedArm) -> list[int]:
     ]
 
 
-def _every(arm: RecordedArm, level: Level) -> int:
-    """Return every how many updates `arm` was looked at; 0 if no run of it says so."""
+def _probe(arm: RecordedArm) -> Mapping[str, Any]:
+    """Return the settings of the seed of `arm` that is looked at most: the first one's."""
     probes = [run.manifest.config.get("probe", {}) for run in arm.runs.values() if run.manifest]
-    return max((probe.get(_EVERY[level], 0) for probe in probes), default=0)
+    often = ("gradient_every", "every", "steps")
+    return max(probes, key=lambda each: [bool(each.get(name)) for name in often], default={})

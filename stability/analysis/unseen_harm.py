@@ -26,20 +26,27 @@ def what_may_show(
 ) -> str:
     """Return at which step `arm` may be found beyond `limit`, as the end of `To decide it:`.
 
-    Asked are the steps up to the end of the window, at which no control is farther than
-    `window_limit`.
+    Asked are the steps up to the one that is judged, at which no control is farther than
+    `window_limit`. A step that is picked by what an arm did there is judged by other seeds.
     """
-    calm = [step for step in window.log_excess if window.largest_at(step) <= window_limit]
+    steps = [step for step in window.log_excess if step <= window.step]
+    calm = [step for step in steps if window.largest_at(step) <= window_limit]
     found = {step: each for step in calm if (each := _excess(arm, reference, step, distances))}
-    within = f"not more seeds, since its E is not above the limit at step {window.step}"
+    within = (
+        "more seeds would hardly show it, since its E is estimated within the limit at step "
+        f"{window.step}"
+    )
     if not found:
         return within
     best = max(found, key=lambda step: found[step])
     value = three_figures(found[best])
     if found[best] > limit:
-        return f"{within}; at step {best} it is {value}: policy.step, in a study of another name"
+        return (
+            f"{within}; at step {best} it is {value}: policy.step, in a study of another name and "
+            "with other seeds"
+        )
     return (
-        f"{within}, nor at any on record at which controls stay near 1 ({value} at most, at step "
+        f"{within}, as at any before it at which controls stay near 1 ({value} at most, at step "
         f"{best}); noise may hide it, as that of a bias of keys, whose gradient is zero but for "
         "rounding"
     )

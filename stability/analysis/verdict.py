@@ -139,7 +139,7 @@ class StudyVerdict:
 
     @property
     def outlook(self) -> str:
-        """What more seeds would do, a clause; empty after the last look."""
+        """What more seeds would do, a clause; empty where they would help and none is left."""
         levels = [one for arm in self.candidates for one in arm.levels.values()]
         is_open = self.look and any(one.state == "undecided" for one in levels)
         if is_open and not any(arm.gains for arm in self.candidates):
@@ -327,7 +327,8 @@ def _outcome(
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     # all at once: what is mended may take a whole training anew
-    beside = f"; nor would it pass then: {', and '.join([*blind, *unseen])}" if unseen else ""
+    others = [*blind, *unseen]
+    beside = f"; besides, as it stands, {', and '.join(others)}" if others else ""
     silent, needed = by_state["not applicable"], _needed(study, arm)
     rest = f"; {listed(silent)} {agreeing(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
@@ -349,8 +350,8 @@ def _outcome(
     hold = f"{listed(by_state['holds'])} {agreeing(by_state['holds'], 'holds')}"
     if refused := _refused(needed):
         return "INCONCLUSIVE", f"{hold}, but not every pair does: {refused}"
-    if blind or unseen:
-        return "NO ASSAY", f"{hold}, but {', and '.join([*blind, *unseen])}"
+    if others:
+        return "NO ASSAY", f"{hold}, but {', and '.join(others)}"
     shown = would_have_shown(levels)
     seen = f"; its intervals exclude {shown}" if shown else ""
     return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{unproven_clause(needed)}"
@@ -364,10 +365,10 @@ def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
     reasons = []
     for arm in planted:
         training = arm.levels.get("training")
+        more = f"; to have it seen: {training.decides}" if training and training.decides else ""
         if arm.outcome != "FAIL":
-            reasons.append(f"{arm.arm}, which is broken on purpose, does not fail")
+            reasons.append(f"{arm.arm}, which is broken on purpose, does not fail{more}")
         elif training and training.state not in ("harmed", "not applicable"):
-            more = f"; to have it seen: {training.decides}" if training.decides else ""
             reasons.append(f"training does not see {arm.arm}, which is broken on purpose{more}")
     return reasons
 

@@ -103,8 +103,8 @@ def _shorter(study: StudyConfig, cost: "StudyCost") -> list[str]:
     dearest = sorted(cost.seconds_by_arm.items(), key=lambda one: -one[1])[:3]
     arms = ", ".join(f"{name[:20]} {_duration(seconds)}" for name, seconds in dearest)
     said = [
-        f"arms, of which the dearest are {arms}. A PASS needs a reference, a nudge and a broken "
-        f"arm, each in {LOOKS[0]} seeds"
+        f"arms, of which the dearest are {arms}. Where training is judged, a PASS needs a "
+        f"reference, a nudge and a broken arm, each in {LOOKS[0]} seeds"
     ]
     if cost.look_seconds:
         said.append(

@@ -71,6 +71,20 @@ def test_a_probe_of_all_seeds_gains_from_more_of_them_at_the_operator_alone(tmp_
     assert NONE in _of_ours(probe, tmp_path, "gradient")
 
 
+def test_steps_that_are_named_are_what_is_added_to(tmp_path):
+    probe = ProbeConfig(every=10, gradient_every=0, steps=(10, 20), seeds="all")
+    said = _of_ours(probe, tmp_path, "operator")
+    assert said == f"by more seeds, or by more of `probe.steps`, {ANEW}"
+    assert "`probe.gradient_every` above 0" in _of_ours(probe, tmp_path, "gradient")
+
+
+def test_a_probe_of_all_seeds_is_known_while_one_has_ended(tmp_path):
+    settings = to_dict(replace(ProbeConfig(), every=5, seeds="all"))
+    said = more_looks(of("config", tmp_path), _arm([settings], [0]), "operator")
+    assert said.startswith("by more seeds, or by")
+    assert "seeds: all" not in said
+
+
 @pytest.mark.parametrize(
     ("level", "said"),
     [
@@ -90,7 +104,7 @@ def _evidence(state, p_harmed, p_holds):
 
 
 WITHOUT_BROKEN = (
-    "; nor would it pass then: no arm is broken on purpose, so that training could show that it "
+    "; besides, as it stands, no arm is broken on purpose, so that training could show that it "
     "sees harm"
 )
 HOLDS, OPEN = _evidence("holds", 0.9, 1e-6), _evidence("undecided", 0.5, 0.5)

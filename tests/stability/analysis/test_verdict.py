@@ -201,9 +201,9 @@ def test_all_that_stands_in_the_way_of_a_pass_is_told_at_once(study):
     found = _outcome(study, open_, broken=_with(HARMED, one=unseen))
     assert found.outcome == "INCONCLUSIVE"
     assert found.sentence == (
-        "the outcome level is not measured, and the gradient level is undecided; nor would it pass "
-        "then: training does not see flash_all_bf16, which is broken on purpose; to have it seen: "
-        "20 seeds"
+        "the outcome level is not measured, and the gradient level is undecided; besides, as "
+        "it stands, training does not see flash_all_bf16, which is broken on purpose; to have it "
+        "seen: 20 seeds"
     )
 
 

@@ -115,8 +115,8 @@ def test_of_a_study_that_takes_long_it_says_what_shortens_it_and_what_that_costs
     assert "time 18.3 minutes here" in said
     assert ("at a load of 100.0 on" in said) == (load > 0)
     for lever in (
-        "mine 9.2 minutes, broken 5.5 minutes, baseline 3.7 minutes. A PASS needs a reference, a "
-        "nudge and a broken arm, each in 3 seeds",
+        "mine 9.2 minutes, broken 5.5 minutes, baseline 3.7 minutes. Where training is judged, "
+        "a PASS needs a reference, a nudge and a broken arm, each in 3 seeds",
         "looks, 9.2 minutes in all (probe: every, gradient_every). Operator and gradient get less",
         "judged from 20 looks on",
         "now (train.steps). Less of the training is seen",
