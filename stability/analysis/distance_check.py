@@ -6,17 +6,20 @@ so here. Leaves out how they are measured (`study.distances`).
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stability.analysis.drift_parents import is_kept
+from stability.analysis.left_out import noise_moved_at
 from stability.analysis.study_distances import study_distances
 from stability.analysis.study_records import RecordedRun, RecordedStudy
+from stability.config.schema import BASELINE
 from stability.records.distances import DistanceMatrix
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
+from stability.records.protocol import leaves_out
 from stability.records.run_files import file_damage, predictions_of, snapshot_of
 from stability.records.snapshots import read_snapshot
 
@@ -32,8 +35,8 @@ TOLERANCE = 1e-9
 def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
     """Return a sentence for each seed's record that is damaged, or says what the files do not.
 
-    Of each seed one distance of weights and one of predictions is computed anew, drawn at random;
-    all of them with `every`.
+    Of each seed one distance of weights and one of predictions is computed anew, drawn at random,
+    and which values are left out there; all of them with `every`.
     """
     found = []
     for seed in study.seeds:
@@ -53,6 +56,8 @@ def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
             chosen = pairs if every or not pairs else [random.SystemRandom().choice(pairs)]
             for step, one, other in chosen:
                 said = _wrong(study, seed, matrices[step], (step, one, other), file)
+                if not said and what == "weights":
+                    said = _otherwise_left_out(study, seed, matrices[step], step)
                 if said:
                     found.append(f"{where}: the distance of {what} {said}")
                     break
@@ -79,12 +84,46 @@ def _wrong(
         return _not_as_sketched(runs, step, told, arms)
     if not whole or told is None:
         return ""  # damage is told of by its pair
-    value = _distance(read_snapshot(files[0]), read_snapshot(files[1]), is_mean=is_mean)
-    if matrix.parents[arms[0]] == matrix.parents[arms[1]]:
-        value = 0.0
-    if (math.isnan(told) and math.isnan(value)) or math.isclose(told, value, rel_tol=TOLERANCE):
+    own, others = (read_snapshot(path) for path in files)
+    is_same = matrix.parents[arms[0]] == matrix.parents[arms[1]]
+    for tells, left_out in ((told, {}), (matrix.kept_between(*arms), matrix.left_out or {})):
+        value = 0.0 if is_same else _distance(own, others, left_out, is_mean=is_mean)
+        if tells is None or (math.isnan(tells) and math.isnan(value)):
+            continue
+        if not math.isclose(tells, value, rel_tol=TOLERANCE):
+            less = ", less what is left out," if left_out else ""
+            return (
+                f"between {arms[0]} and {arms[1]} at step {step}{less} is {tells}, {value} from "
+                "the files"
+            )
+    return ""
+
+
+def _otherwise_left_out(study: RecordedStudy, seed: int, matrix: DistanceMatrix, step: int) -> str:
+    """Return what is wrong with the values that are left out at a step; mostly nothing."""
+    if matrix.left_out is None and not leaves_out(study.folder):
         return ""
-    return f"between {arms[0]} and {arms[1]} at step {step} is {told}, {value} from the files"
+    runs = {
+        arm.name: (run.paths, run.manifest)
+        for arm in study.arms
+        if (run := arm.runs[seed]).manifest is not None
+    }
+    listing = {
+        arm
+        for arm, (paths, manifest) in runs.items()
+        if manifest.role == "nudge"
+        and paths.name_of(snapshot_of(paths, manifest, step)) in manifest.all_files
+    }
+    if not {BASELINE, *listing} <= {*matrix.arms}:
+        return ""  # a nudge has come since: the next `stability run` asks it too
+    told, found = matrix.left_out or {}, noise_moved_at(runs, step)
+    if found is None or found == told:
+        return ""
+    name = next(name for name in {**told, **found} if told.get(name) != found.get(name))
+    return (
+        f"at step {step} leaves out values {told.get(name, 'none')} of {name}, by the files noise "
+        f"moves {found.get(name, 'none')}"
+    )
 
 
 def _was_dropped(runs: Sequence[RecordedRun], step: int) -> bool:
@@ -110,10 +149,23 @@ def _not_as_sketched(
     )
 
 
-def _distance(a: "dict[str, Tensor]", b: "dict[str, Tensor]", *, is_mean: bool) -> float:
+def _distance(
+    a: "dict[str, Tensor]",
+    b: "dict[str, Tensor]",
+    left_out: Mapping[str, Sequence[tuple[int, int]]],
+    *,
+    is_mean: bool,
+) -> float:
     names = [name for name, x in a.items() if x.is_floating_point()]
     squares = math.fsum(
-        float((a[n].double() - b[n].double()).square().sum()) for n in names if n in b
+        float(_apart(a[n], b[n], left_out.get(n, ())).square().sum()) for n in names if n in b
     )
     count = sum(a[name].numel() for name in names) if is_mean else 1
     return math.sqrt(squares / max(1, count)) if not math.isnan(squares) else math.nan
+
+
+def _apart(a: "Tensor", b: "Tensor", left_out: Sequence[tuple[int, int]]) -> "Tensor":
+    apart = a.double() - b.double()
+    for begin, end in left_out:
+        apart[begin:end] = 0
+    return apart

@@ -2,7 +2,8 @@
 
     E = |w_candidate - w_reference| / |w_baseline - w_reference|
 
-of all weights at one step, seed by seed. The distance to the *baseline* is no measure of harm: it
+of the weights at one step, seed by seed, without the values that noise moves
+(`metrics.noise_moved`). The distance to the *baseline* is no measure of harm: it
 holds the baseline's own rounding error and whatever chaos has made of the difference, so exact FP64
 attention is as far from a BF16 baseline as a poor candidate is. Seen from the reference both sides
 have errors of their own: a candidate that rounds as well as the baseline has E = 1, a better one
@@ -42,13 +43,17 @@ class Excess:
     """The chance of an E this small if the true one is at least the limit."""
 
 
-def excess_at(matrix: DistanceMatrix, arm: str, reference: str) -> float | None:
+def excess_at(
+    matrix: DistanceMatrix, arm: str, reference: str, *, of_all: bool = False
+) -> float | None:
     """Return E of `arm`; None if it, the baseline or the reference has no snapshot there.
 
-    NaN where weights are NaN, and where baseline and reference are equal, so that there is no
-    error to compare with.
+    None as well where values are left out and a distance is known by sketch alone. NaN where
+    weights are NaN, and where baseline and reference are equal, so that there is no error to
+    compare with. `of_all` asks of all weights, none left out.
     """
-    own, unit = matrix.between(arm, reference), matrix.between(BASELINE, reference)
+    between = matrix.between if of_all else matrix.kept_between
+    own, unit = between(arm, reference), between(BASELINE, reference)
     if own is None or unit is None:
         return None
     return own / unit if unit else math.nan

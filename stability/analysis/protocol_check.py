@@ -16,6 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from stability.analysis.environment_contract import other_entries
+from stability.analysis.left_out import NOISE
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedArm, RecordedStudy
@@ -29,7 +30,14 @@ from stability.config.study import PolicyConfig
 from stability.records.assay import sources_of
 from stability.records.manifest import ENDED, Manifest
 from stability.records.paths import StudyPaths, is_run, list_runs
-from stability.records.protocol import Protocol, SealedArm, has_begun, protocol_hash, read_protocol
+from stability.records.protocol import (
+    LEAVES_OUT,
+    Protocol,
+    SealedArm,
+    has_begun,
+    protocol_hash,
+    read_protocol,
+)
 
 __all__ = [
     "UNSEALED",
@@ -70,6 +78,7 @@ def make_protocol(
             "step": policy.get("step", 0),
             "limit": policy.get("window_limit"),
             "settling": SETTLING,
+            LEAVES_OUT: NOISE,
             "steps": sorted(step for step in steps if 0 < step <= end),
         },
         looks=list(LOOKS),
@@ -136,6 +145,7 @@ def changes_between(sealed: Protocol, now: Protocol) -> list[str]:
         *_values("policy", _policy(sealed.policy), _policy(now.policy)),
         *_arms(sealed.arms, now.arms),
         *_values("window", _rule(sealed), _rule(now)),
+        *_noise(sealed, now),
         *_values("", {"looks": sealed.looks}, {"looks": now.looks}),
         *_seeds(sealed.seeds, now.seeds),
         *_values("base", leaves(_base(sealed.base)), leaves(_base(now.base))),
@@ -153,6 +163,14 @@ def _rule(protocol: Protocol) -> dict[str, Any]:
     # one that was sealed before the updates of settling were is read by today's
     settling = protocol.window.get("settling", SETTLING)
     return {"settling": settling, "steps": protocol.window.get("steps")}
+
+
+def _noise(sealed: Protocol, now: Protocol) -> Iterator[str]:
+    # one that was sealed before values were left out leaves none out (`study.distances`)
+    if LEAVES_OUT in sealed.window:
+        yield from _values(
+            "window", *({LEAVES_OUT: x.window.get(LEAVES_OUT)} for x in (sealed, now))
+        )
 
 
 def _base(values: Mapping[str, Any]) -> Mapping[str, Any]:

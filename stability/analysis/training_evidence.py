@@ -1,7 +1,8 @@
 """Training evidence: does a candidate carry training further from the truth than its baseline does?
 
 Judged is the excess E of the weights (`excess`) at one early step (`window`), with an interval over
-seeds, against the largest that the policy allows. Beside it stand, as description, E of the
+seeds, against the largest that the policy allows; values that noise alone moves are left out
+(`left_out`). Beside it stand, as description, E of the
 predictions on a fixed held-out batch and two energy tests, whether weights and predictions can be
 told from a nudge's.
 
@@ -18,6 +19,7 @@ from stability.analysis.advice import advice
 from stability.analysis.energy_test import EnergyTest, energy_test
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
+from stability.analysis.left_out import excess_of_all, sentence_of_left_out
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_distances import (
@@ -231,6 +233,12 @@ def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
             return f"the weights of {name} are no numbers at step {step} with seed {seed}", (
                 "name an earlier step"
             )
+    if matrix is not None and matrix.kept_between(arm.name, question.reference) is None:
+        return (
+            f"{arm.name} is known by its sketch alone at step {step} with seed {seed}, and of a "
+            "sketch nothing that noise moves can be left out",
+            "a study of another name with keep: reference",
+        )
     return (
         f"at step {step} the {BASELINE} is the reference to the bit with seed {seed}, so there is "
         "no error of its own to compare with",
@@ -292,6 +300,12 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
                 f"an earlier step, since at step {question.window.step} a control has |log E| "
                 f"{noise:.3f}, above {question.policy.window_limit:g}"
             )
+        of_all = _of_all(question, alpha)
+        if of_all is not None and of_all.low > limit:
+            return "undecided", (
+                f"what moves the values that are left out: with them E is surely above the limit, "
+                f"{three_figures(of_all.mean)}{bounds(of_all.low, of_all.high, three_figures)}"
+            )
         return "holds", ""
     if question.arm.role == "broken" and found.mean <= limit:
         return "undecided", what_may_show(
@@ -307,6 +321,12 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
     if look is None:
         return "undecided", f"more than {LOOKS[-1]} seeds, at this scatter"
     return "undecided", f"{look} seeds, at this scatter (--seeds {look})"
+
+
+def _of_all(question: _Question, alpha: float) -> Excess | None:
+    weights = {seed: question.weights[seed] for seed in question.seeds}
+    limit = question.policy.max_excess
+    return excess_of_all(weights, question.arm.name, question.reference, limit, alpha)
 
 
 def _sentence(
@@ -330,6 +350,8 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
+    of_all = _of_all(question, look_alpha(policy.alpha))
+    said += sentence_of_left_out(question.weights, of_all)
     said += _of_declared(question) + _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
@@ -413,6 +435,7 @@ def _excess_of_predictions(question: _Question) -> float:
 def _figures(
     question: _Question, found: Excess, tests: Mapping[str, EnergyTest]
 ) -> dict[str, float]:
+    of_all = _of_all(question, look_alpha(question.policy.alpha))
     return {
         "excess": found.mean,
         "excess_low": found.low,
@@ -422,6 +445,7 @@ def _figures(
         "seeds": len(question.seeds),
         "control_log_excess": question.window.largest_at(question.window.step),
         "excess_predictions": _excess_of_predictions(question),
+        **({"excess_of_all": of_all.mean} if of_all else {}),
         **({"own_distance": max(own)} if (own := _own_distances(question)) else {}),
         **{f"energy_p_{what}": test.p for what, test in tests.items()},
         **{f"energy_smallest_p_{what}": test.smallest_p for what, test in tests.items()},

@@ -115,10 +115,10 @@ def _log_excess(
             if arm not in names:
                 return {}, f"{arm} has no snapshot with seed {seed}"
         assert matrix is not None
-        if matrix.between(BASELINE, reference) == 0:
+        if matrix.kept_between(BASELINE, reference) == 0:
             return {}, f"{BASELINE} and {reference} are equal to the bit with seed {seed}"
         # a control that is the baseline to the bit has E = 1 and says nothing about chaos
-        moved = [arm for arm in controls if matrix.between(arm, BASELINE) != 0]
+        moved = [arm for arm in controls if matrix.kept_between(arm, BASELINE) != 0]
         if not moved:
             return {}, f"no control differs from the {BASELINE} with seed {seed}"
         for arm in moved:
@@ -163,8 +163,8 @@ def nearness_of(
 
 def _over_nudge(matrix: DistanceMatrix, nudges: Sequence[str], reference: str) -> float:
     """Return the reference's distance from the baseline over the furthest nudge's, 0 if unknown."""
-    own = matrix.between(BASELINE, reference)
-    furthest = max((matrix.between(nudge, BASELINE) or 0.0 for nudge in nudges), default=0.0)
+    own = matrix.kept_between(BASELINE, reference)
+    furthest = max((matrix.kept_between(nudge, BASELINE) or 0.0 for nudge in nudges), default=0.0)
     return own / furthest if own and furthest else 0.0
 
 

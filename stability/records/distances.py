@@ -41,6 +41,11 @@ class DistanceMatrix:
     """Symmetric, zeros on the diagonal; NaN to an arm that holds a NaN."""
     sketched: tuple[tuple[str, str], ...] = ()
     """Pairs whose distance is that of their sketches: a snapshot had been dropped."""
+    left_out: Mapping[str, tuple[tuple[int, int], ...]] | None = None
+    """Which values of which vectors noise moves (`metrics.noise_moved`): ranges by name. None where
+    that was not asked."""
+    kept_rows: tuple[tuple[float, ...], ...] = ()
+    """The distances of what is not left out; empty if nothing is. A sketch has none: a NaN."""
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -53,6 +58,23 @@ class DistanceMatrix:
             return None
         return self.rows[self.arms.index(one)][self.arms.index(other)]
 
+    def kept_between(self, one: str, other: str) -> float | None:
+        """Return the distance between two arms without what is left out.
+
+        None as `between`, and where it would have to be that of their sketches.
+        """
+        if not self.left_out or one not in self.parents or other not in self.parents:
+            return self.between(one, other)
+        if (one, other) in self.sketched or (other, one) in self.sketched:
+            return None
+        return self.kept_rows[self.arms.index(one)][self.arms.index(other)]
+
+    @property
+    def left_out_values(self) -> int:
+        """How many values are left out."""
+        ranges = (self.left_out or {}).values()
+        return sum(end - begin for each in ranges for begin, end in each)
+
     def only(self, keep: Callable[[str, str], bool]) -> "DistanceMatrix":
         """Return the matrix of the arms for which `keep(arm, parent)` holds."""
         kept = [i for i, (arm, parent) in enumerate(self.parents.items()) if keep(arm, parent)]
@@ -62,6 +84,10 @@ class DistanceMatrix:
             norms={arms[i]: self.norms[arms[i]] for i in kept},
             rows=tuple(tuple(self.rows[i][j] for j in kept) for i in kept),
             sketched=tuple(pair for pair in self.sketched if {*pair} <= {arms[i] for i in kept}),
+            left_out=self.left_out,
+            kept_rows=tuple(tuple(self.kept_rows[i][j] for j in kept) for i in kept)
+            if self.left_out
+            else (),
         )
 
 
@@ -81,6 +107,8 @@ class _MatrixValues(TypedDict):
     norms: dict[str, Number]
     rows: list[list[Number]]
     sketched: NotRequired[list[Annotated[list[str], PAIR]]]
+    left_out: NotRequired[dict[str, list[Annotated[list[Count], PAIR]]]]
+    kept_rows: NotRequired[list[list[Number]]]
 
 
 class _StepValues(TypedDict):
@@ -175,6 +203,12 @@ def _matrix_values(matrix: DistanceMatrix | None) -> _MatrixValues | None:
     )
     if matrix.sketched:
         values["sketched"] = [[*pair] for pair in matrix.sketched]
+    if matrix.left_out is not None:
+        values["left_out"] = {
+            name: [[*pair] for pair in ranges] for name, ranges in matrix.left_out.items()
+        }
+    if matrix.left_out:
+        values["kept_rows"] = [[*row] for row in matrix.kept_rows]
     return values
 
 
@@ -189,23 +223,38 @@ def _matrices(
 
 
 def _matrix(values: _MatrixValues, where: str) -> DistanceMatrix:
-    # "nan" and "inf" stand as text in JSON
-    rows = tuple(tuple(float(value) for value in row) for row in values["rows"])
     size = len(values["parents"])
+    rows = _square(values["rows"], size, where)
+    lacking = values["parents"].keys() - values["norms"].keys()
+    if lacking:
+        raise ValueError(f"{where} has no norm of {min(lacking)}")
+    left_out = None
+    if "left_out" in values:
+        left_out = {
+            name: tuple((begin, end) for begin, end in ranges)
+            for name, ranges in values["left_out"].items()
+        }
+    kept = values.get("kept_rows", [])
+    return DistanceMatrix(
+        parents=dict(values["parents"]),
+        norms={arm: float(values["norms"][arm]) for arm in values["parents"]},
+        rows=rows,
+        sketched=tuple((one, other) for one, other in values.get("sketched", ())),
+        left_out=left_out,
+        kept_rows=_square(kept, size, f"{where}, less what is left out,") if left_out else (),
+    )
+
+
+def _square(values: list[list[Number]], size: int, where: str) -> tuple[tuple[float, ...], ...]:
+    # "nan" and "inf" stand as text in JSON
+    rows = tuple(tuple(float(value) for value in row) for row in values)
     square = len(rows) == size and all(len(row) == size for row in rows)
     if not square or not all(
         rows[i][i] == 0 and all(_same(rows[i][j], rows[j][i]) for j in range(i))
         for i in range(size)
     ):
         raise ValueError(f"{where} is not square and symmetric with zeros on its diagonal")
-    lacking = values["parents"].keys() - values["norms"].keys()
-    if lacking:
-        raise ValueError(f"{where} has no norm of {min(lacking)}")
-    norms = {arm: float(values["norms"][arm]) for arm in values["parents"]}
-    sketched = tuple((one, other) for one, other in values.get("sketched", ()))
-    return DistanceMatrix(
-        parents=dict(values["parents"]), norms=norms, rows=rows, sketched=sketched
-    )
+    return rows
 
 
 def _same(one: float, other: float) -> bool:

@@ -19,7 +19,18 @@ from stability.records.paths import StudyPaths, is_run, list_runs
 from stability.records.record_types import Count, Pair
 from stability.records.sealed_json import file_checksum, read_record, write_sealed
 
-__all__ = ["Protocol", "has_begun", "protocol_hash", "read_protocol", "seal_protocol"]
+__all__ = [
+    "LEAVES_OUT",
+    "Protocol",
+    "has_begun",
+    "leaves_out",
+    "protocol_hash",
+    "read_protocol",
+    "seal_protocol",
+]
+
+LEAVES_OUT = "noise"
+"""The key of `window` that a protocol lacks if its study leaves no values out."""
 
 
 class SealedArm(TypedDict):
@@ -44,7 +55,8 @@ class Protocol:
     """By name."""
     window: dict[str, Any]
     """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, the
-    updates of `settling` that it passes over, and the `steps` that it chooses from."""
+    updates of `settling` that it passes over, the `steps` that it chooses from, and the part of
+    its way (`LEAVES_OUT`) from which on a value that nudges send elsewhere is left out."""
     looks: list[Count]
     """The numbers of seeds at which the study may be judged."""
     seeds: list[Count]
@@ -74,6 +86,15 @@ def seal_protocol(folder: Path, protocol: Protocol) -> Protocol | None:
 def read_protocol(path: Path) -> Protocol:
     """Return the protocol at `path`; ValueError, which names the file, if it is not whole."""
     return read_record(path, Protocol, writer="`stability run`", kind="protocol")
+
+
+def leaves_out(folder: Path) -> bool:
+    """Whether the study in `folder` leaves values out: unless it was sealed before any were."""
+    path = StudyPaths(folder).protocol
+    try:
+        return not path.exists() or LEAVES_OUT in read_protocol(path).window
+    except ValueError:  # damaged: what follows is exploratory, and says so
+        return True
 
 
 def protocol_hash(folder: Path) -> str:
