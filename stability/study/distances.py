@@ -255,7 +255,7 @@ def _measure(
     if left_out:
         others = (_ranged(opened, name, ranges) for name, ranges in left_out.items())
         left_norms, left = pairwise_l2(others, len(opened))
-        norms, matrix = norms.hypot(left_norms), kept.hypot(left)
+        norms, matrix = _joint(norms, left_norms), _joint(kept, left)
     values = sum(map(math.prod, shapes.values()))
     scale = math.sqrt(max(1, values)) if root_mean else 1.0
     places = {arm: order[checksum] for arm, checksum in parents.items()}
@@ -271,6 +271,13 @@ def _measure(
         left_out=left_out,
         kept_rows=rows_of(kept) if left_out else (),
     )
+
+
+def _joint(one: Tensor, other: Tensor) -> Tensor:
+    """Return the lengths of vectors of which two parts have these lengths."""
+    # torch's own may differ in the last bit from one element to the next
+    pairs = zip(one.flatten().tolist(), other.flatten().tolist(), strict=True)
+    return torch.tensor([math.hypot(*pair) for pair in pairs], dtype=torch.float64).view_as(one)
 
 
 def _parts(

@@ -65,6 +65,7 @@ from stability.study.window import freeze_window
 __all__ = [
     "OpenRun",
     "RunFailedError",
+    "measure_seed",
     "measure_study",
     "opened",
     "record_command",
@@ -474,9 +475,18 @@ def _study_config(run: ForeignRun, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure_study(run: ForeignRun) -> list[str]:
-    """Measure the distances between the arms of the run's seed; return what could not be."""
+    """Measure the distances between the arms of the run's seed; return what could not be.
+
+    The judged step is frozen if its look is due. ValueError for records that can't be read.
+    """
+    notes = measure_seed(run)
+    freeze_window(run.folder)
+    return notes
+
+
+def measure_seed(run: ForeignRun) -> list[str]:
+    """Measure what is missing of the distances of the run's seed, and return likewise."""
     found = {paths.arm: paths for paths in list_runs(run.folder) if paths.seed == run.seed}
     notes: list[str] = []
     update_distances(run.folder, run.seed, found, lambda arm, text: notes.append(f"{arm}: {text}"))
-    freeze_window(run.folder)
     return notes

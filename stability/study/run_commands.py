@@ -32,11 +32,12 @@ from stability.records.paths import StudyPaths
 from stability.records.protocol import Protocol, has_begun, read_protocol, seal_protocol
 from stability.records.sealed_json import write_sealed
 from stability.study.edited_sources import refuse_edited
-from stability.study.foreign import RunFailedError, measure_study, record_command
+from stability.study.foreign import RunFailedError, measure_seed, measure_study, record_command
 from stability.study.foreign_assay import assay_commands
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
 from stability.study.late_start import check_checkpoint, checkpoint_entry
 from stability.study.run import RunConflictError
+from stability.study.window import freeze_window
 from stability.study.worktree import checkout, commit_of, repository
 
 __all__ = [
@@ -90,6 +91,7 @@ def run_commands(
     folder = StudyPaths(out / study.name)
     seal_protocol(folder.root, _protocol(content))
     write_sealed(folder.study, content)
+    _measure_kept(runs, observer)
     failed: set[int] = set()
     for index, run in enumerate(runs, start=1):
         if run.is_kept:
@@ -110,10 +112,18 @@ def run_commands(
         if run.seed not in failed:
             for note in measure_study(run):
                 observer.run_noted(run.arm, run.seed, note)
+    freeze_window(folder.root)
     first = [run for run in runs if run.seed == study.seeds[0]]
     if any(run.role == "broken" for run in first):
         assay_commands(first, folders, study.policy, observer.run_noted, observer.study_noted)
     return runs
+
+
+def _measure_kept(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
+    """Measure what is missing, as of a run that was killed as it ended, or of a damaged record."""
+    for run in {run.seed: run for run in runs if run.is_kept}.values():
+        for note in measure_seed(run):
+            observer.run_noted(run.arm, run.seed, note)
 
 
 def _refuse_edited(runs: Sequence[ForeignRun], folders: Mapping[str, Path | None]) -> None:
