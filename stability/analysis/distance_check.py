@@ -46,6 +46,7 @@ def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
         except ValueError as error:
             found.append(str(error))
             continue
+        asked: set[int] = set()
         for what, matrices, file in (
             ("weights", distances.weights, snapshot_of),
             ("predictions", distances.predictions, predictions_of),
@@ -54,13 +55,17 @@ def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
                 (step, *two) for step, x in matrices.items() for two in combinations(x.arms, 2)
             ]
             chosen = pairs if every or not pairs else [random.SystemRandom().choice(pairs)]
+            asked |= {step for step, *_ in chosen} if file is snapshot_of else set()
             for step, one, other in chosen:
                 said = _wrong(study, seed, matrices[step], (step, one, other), file)
-                if not said and what == "weights":
-                    said = _otherwise_left_out(study, seed, matrices[step], step)
                 if said:
                     found.append(f"{where}: the distance of {what} {said}")
                     break
+        for step in sorted(asked):
+            said = _otherwise_left_out(study, seed, distances.weights[step], step)
+            if said:
+                found.append(f"{where}: {said}")
+                break
     return found
 
 

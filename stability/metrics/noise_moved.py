@@ -39,7 +39,7 @@ def noise_moved(
     `baseline` and each of `nudges` are a run's vectors at its start and later on, in any float
     dtype. Names that hold no such value are left out, and those that are not in all of them with
     one shape. Ways are compared, not places, since a nudge starts elsewhere. A block that does not
-    move in the baseline is kept, and so is one that is not finite: what moves it there is no noise.
+    move in the baseline is kept, and so is one that holds a NaN: what moves it there is no noise.
     Without a nudge nothing is known to be noise.
     """
     states = [*baseline, *(state for nudge in nudges for state in nudge)]

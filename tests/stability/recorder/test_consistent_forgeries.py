@@ -148,6 +148,15 @@ def distances(study: Path) -> None:
     write_sealed(path, content)
 
 
+def left_out(study: Path) -> None:
+    path = StudyPaths(study).distances(0)
+    content = read_sealed(path, "")
+    for step in content["steps"]:
+        weights = step["weights"]
+        weights.update(left_out={"1": [[0, 0]]}, kept_rows=weights["rows"])
+    write_sealed(path, content)
+
+
 def a_copied_seed(study: Path) -> None:
     for arm in ARMS:
         shutil.copytree(study / arm / "seed-0", study / arm / "seed-1")
@@ -229,6 +238,10 @@ FORGED: dict[str, tuple[Forge, str]] = {
     "another label": (another_label, "the command that was run has"),
     "a copied seed": (a_copied_seed, "seed 1, ends in the same bits as seed 0: it is one run"),
     "distances": (distances, "the distance of weights between"),
+    "what is left out": (
+        left_out,
+        "leaves out values ((0, 0),) of 1, by the files noise moves none",
+    ),
 }
 
 

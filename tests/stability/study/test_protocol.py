@@ -18,7 +18,13 @@ from stability.config.load import load_study
 from stability.config.study import PolicyConfig
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.protocol import Protocol, protocol_hash, read_protocol, seal_protocol
+from stability.records.protocol import (
+    Protocol,
+    leaves_out,
+    protocol_hash,
+    read_protocol,
+    seal_protocol,
+)
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.study import run_study as module
 from stability.study.run_study import changed_protocol
@@ -98,7 +104,8 @@ def test_a_protocol_holds_all_that_a_verdict_rests_on(study):
         "diff": {"precision": ["bf16-mixed", "32-true"]},
     }
     assert sealed.arms["flash"]["until"] == 6
-    assert sealed.window == {"step": 0, "limit": 0.04, "settling": 10, "steps": [1, 2, 4]}
+    rule = {"step": 0, "limit": 0.04, "settling": 10, "noise": 0.1}
+    assert sealed.window == {**rule, "steps": [1, 2, 4]}
     assert (sealed.looks, sealed.seeds) == ([3, 5, 8, 12, 20], [0])
     assert sealed.base["train"]["steps"] == 6
 
@@ -252,6 +259,17 @@ def test_another_rule_of_the_window_is_told(study, monkeypatch):
     monkeypatch.setattr(protocol_check, "SETTLING", 5)
     changes = protocol_changes(read_study(study), read_study(study).policy)
     assert changes == ["window.settling is 5, was sealed as 10"]
+
+
+def test_another_part_of_its_way_from_which_a_value_is_noise_is_told(study, monkeypatch):
+    monkeypatch.setattr(protocol_check, "NOISE", 0.5)
+    assert _changes(study) == ["window.noise is 0.5, was sealed as 0.1"]
+    # sealed before anything was left out: nothing is left out of it today either
+    content = read_sealed(StudyPaths(study).protocol, "")
+    del content["window"]["noise"]
+    write_sealed(StudyPaths(study).protocol, content)
+    assert not leaves_out(study)
+    assert not [said for said in _changes(study) if "noise" in said]
 
 
 def test_seeds_of_an_arm_with_several_sources_are_told(study):

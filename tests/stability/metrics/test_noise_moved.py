@@ -1,0 +1,99 @@
+"""Which values of a vector noise moves: a walk that a nudge does not repeat, and nothing else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stability.metrics.noise_moved import BLOCK, noise_moved
+
+PART = 0.1
+
+
+def _drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _trained(start, way, seed, *, noise=(), steps=30):
+    """Return a vector after a training: a way that all runs go, and a walk of signs in `noise`."""
+    end = start + way * (1 + 1e-3 * _drawn(seed, len(start)))
+    for begin, stop in noise:
+        end[begin:stop] = start[begin:stop] + 1e-3 * _drawn(seed, steps, stop - begin).sign().sum(0)
+    return {"v": start}, {"v": end}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    blocks=st.lists(st.booleans(), min_size=1, max_size=8),
+    short=st.integers(0, BLOCK - 1),
+    nudges=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_the_blocks_that_walk_are_found_and_no_others(blocks, short, nudges, seed):
+    size = BLOCK * len(blocks) - min(short, BLOCK - 8)
+    noise = [
+        (i * BLOCK, min(size, (i + 1) * BLOCK)) for i, is_noise in enumerate(blocks) if is_noise
+    ]
+    start, way = _drawn(seed, size), 0.03 * _drawn(seed + 1, size)
+    runs = [_trained(start, way, seed + 2 + i, noise=noise) for i in range(1 + nudges)]
+    found = noise_moved(runs[0], runs[1:], PART)
+    left_out = {i for begin, end in found.get("v", ()) for i in range(begin, end)}
+    assert left_out == {i for begin, end in noise for i in range(begin, end)}
+    # ranges that meet are one
+    assert all(
+        a[1] < b[0] for a, b in zip(found.get("v", ()), found.get("v", ())[1:], strict=False)
+    )
+
+
+def test_a_nudge_is_asked_how_it_went_not_where_it_began():
+    """One of many ULPs, or of weights of another size, may begin further away than a run goes."""
+    start, way = torch.ones(BLOCK), torch.full((BLOCK,), 1e-3)
+    nudge = {"v": start + 5e-3}, {"v": start + 5e-3 + way}
+    assert noise_moved(({"v": start}, {"v": start + way}), [nudge], PART) == {}
+
+
+def test_what_does_not_move_in_the_baseline_is_kept():
+    """A candidate that trains a frozen bias has done so by no noise."""
+    still = {"v": torch.ones(BLOCK)}
+    assert (
+        noise_moved((still, still), [({"v": torch.ones(BLOCK)}, {"v": torch.zeros(BLOCK)})], PART)
+        == {}
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("whose", ["baseline", "nudge"])
+def test_what_is_not_finite_is_kept(value, whose):
+    start, size = torch.zeros(2 * BLOCK), 2 * BLOCK
+    runs = {
+        name: _trained(start, start, i, noise=[(0, size)])
+        for i, name in enumerate(("baseline", "nudge"))
+    }
+    assert noise_moved(runs["baseline"], [runs["nudge"]], PART) == {"v": ((0, size),)}
+    runs[whose][1]["v"][3] = value
+    kept_too = noise_moved(runs["baseline"], [runs["nudge"]], PART)
+    if whose == "nudge" and value == float("inf"):
+        # a nudge that is lost says no less that noise decides there
+        assert kept_too == {"v": ((0, size),)}
+    else:
+        assert kept_too == {"v": ((BLOCK, size),)}
+
+
+def test_without_a_nudge_nothing_is_known_to_be_noise():
+    assert noise_moved(_trained(torch.zeros(9), torch.zeros(9), 0, noise=[(0, 9)]), [], PART) == {}
+
+
+def test_a_vector_that_a_run_lacks_is_kept():
+    runs = [_trained(torch.zeros(9), torch.zeros(9), seed, noise=[(0, 9)]) for seed in (0, 1)]
+    other = {"v": torch.zeros(4)}, {"v": torch.ones(4)}
+    assert noise_moved(runs[0], [runs[1], other], PART) == {}
+    assert noise_moved(runs[0], [runs[1], ({}, {})], PART) == {}
+
+
+def test_low_precision_is_widened_before_ways_are_compared():
+    """Of BF16 weights a way of one ULP and its half are apart by less than BF16 can say."""
+    start = torch.full((BLOCK,), 1.0, dtype=torch.bfloat16)
+    baseline = {"v": start}, {"v": start + 2**-7}
+    nudge = {"v": start}, {"v": start + 2**-6}
+    assert noise_moved(baseline, [nudge], PART) == {"v": ((0, BLOCK),)}
+    assert noise_moved(baseline, [nudge], 1.0) == {}
