@@ -47,8 +47,7 @@ def what_may_show(
         )
     return (
         f"{within}, as at any before it at which controls stay near 1 ({value} at most, at step "
-        f"{best}); noise may hide it, as that of a bias of keys, whose gradient is zero but for "
-        "rounding"
+        f"{best}); noise may hide it"
     )
 
 
