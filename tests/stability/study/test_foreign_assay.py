@@ -134,8 +134,10 @@ def test_where_nothing_looks_no_fault_is_planted_and_the_verdict_says_so(
 
 @pytest.mark.long
 def test_faults_are_not_planted_on_another_training(
-    study: Recording, capsys: pytest.CaptureFixture[str]
+    study: Recording, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a script that was edited before is refused: this is one that is edited after that was looked at
+    monkeypatch.setattr("stability.study.edited_sources.refuse_edited", lambda run: None)
     script = Path(study.command[1])
     source = script.read_text(encoding="utf-8")
     try:
