@@ -136,7 +136,7 @@ def test_where_nothing_looks_no_fault_is_planted_and_the_verdict_says_so(
 def test_faults_are_not_planted_on_another_training(
     study: Recording, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # a script that was edited before is refused: this is one that is edited after that was looked at
+    # a script that was edited before is refused: this one is edited once that was looked at
     monkeypatch.setattr("stability.study.edited_sources.refuse_edited", lambda run: None)
     script = Path(study.command[1])
     source = script.read_text(encoding="utf-8")
