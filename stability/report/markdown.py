@@ -12,7 +12,13 @@ from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.analysis.verdict import ArmVerdict, StudyVerdict
-from stability.report.view.evidence import EvidenceRow, evidence_rows, headline, verdict_of
+from stability.report.view.evidence import (
+    EvidenceRow,
+    evidence_rows,
+    headline,
+    legend_of,
+    verdict_of,
+)
 from stability.report.view.ladder import has_held_out, numbers
 from stability.report.view.plain_text import readable
 
@@ -41,6 +47,8 @@ def summary_text(
         lines += [""]
         for row in rows:
             lines += [f"**{_plain(row.arm)} {_plain(row.answer)}.** {_plain(row.sentence)}", ""]
+        if said := legend_of(rows):
+            lines += [f"<sub>{said}</sub>", ""]
     lines += ["<details><summary>Drifts</summary>", ""]
     lines += [*_drifts(ladder_of(study)), "", "</details>", ""]
     at = f"Judged at the look at {verdict.look} seeds; " if verdict and verdict.look else ""

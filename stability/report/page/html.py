@@ -45,7 +45,7 @@ from stability.report.page.training_charts import (
 from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.probe import shown_lines
 from stability.report.view.error_bars import bars_are, growth_cells, growth_sentence
-from stability.report.view.evidence import evidence_rows, headline, verdict_of
+from stability.report.view.evidence import evidence_rows, headline, legend_of, verdict_of
 from stability.report.view.ladder import has_held_out
 from stability.report.view.palette import arm_styles
 from stability.report.view.unlisted import unlisted_runs
@@ -101,6 +101,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         watch_section(study, styles),
         weight_section(study, styles),
     ]
+    evidence = evidence_rows(verdict) if verdict else []
     growth = [row for row in study_growth(study) if row.slope.n and row.slope.mean != 0]
     return fill(
         "report.html.j2",
@@ -115,7 +116,8 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         styles=styles,
         verdict=verdict,
         answer=headline(verdict) if verdict else "",
-        evidence=evidence_rows(verdict) if verdict else [],
+        evidence=evidence,
+        legend=legend_of(evidence),
         levels=LEVELS,
         drift_sentences=candidate_sentences(ladder),
         notes=notes(ladder),

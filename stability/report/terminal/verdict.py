@@ -4,7 +4,6 @@
 one sentence a level for each arm, with figure, interval and limit.
 """
 
-import re
 import textwrap
 
 from rich.console import Console
@@ -22,14 +21,21 @@ from stability.report.terminal.tables import (
     add_row,
     ruled_table,
 )
-from stability.report.view.evidence import EvidenceCell, EvidenceRow, Tone, evidence_rows, headline
+from stability.report.view.evidence import (
+    EvidenceCell,
+    EvidenceRow,
+    Tone,
+    evidence_rows,
+    headline,
+    legend,
+    legend_of,
+)
 from stability.report.view.plain_text import as_text
 
 __all__ = ["WIDTH", "print_answer", "verdict_lines"]
 
 WIDTH = 80
 TONE_STYLE: dict[Tone, str] = {"good": FINE_BADGE, "bad": BAD_BADGE, "open": OPEN_BADGE}
-_OF_EXCESS = "E: an arm's distance from the reference's weights, over the baseline's distance."
 STATE_STYLE = {"holds": FINE, "harmed": ALARM, "undecided": OPEN}
 
 
@@ -55,9 +61,8 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     console.print()
     for row in rows:
         console.print(as_text(f"{row.arm} {row.answer}. {row.sentence}"))
-    shown = [text for row in rows for text in (row.sentence, *(x.figure for x in row.cells))]
-    for line in _legend(" ".join(shown)):
-        console.print(as_text(line, style="dim"))
+    if said := legend_of(rows):
+        console.print(as_text(said, style="dim"))
     again = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
@@ -82,7 +87,7 @@ def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[s
         lines += _wrapped(f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}.")
     for arm in arms:
         lines += _arm_lines(arm)
-    lines += ["", *legend] if (legend := _legend(" ".join(lines))) else []
+    lines += ["", said] if (said := legend(" ".join(lines))) else []
     more = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"Look at {verdict.look} seeds" if verdict.look else "No look yet"
     return [*lines, "", *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]
@@ -97,11 +102,6 @@ def _arm_lines(arm: ArmVerdict) -> list[str]:
         found = arm.assay.sentence
         lines += _wrapped(f"assay {arm.assay.state}: {found[:1].upper()}{found[1:]}.", "  ")
     return lines
-
-
-def _legend(text: str) -> list[str]:
-    """Return what E is, where `text` has a figure of it."""
-    return [_OF_EXCESS] if re.search(r"\bE \d", text) else []
 
 
 def _wrapped(text: str, indent: str = "") -> list[str]:

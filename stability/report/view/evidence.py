@@ -4,6 +4,8 @@ Each cell has a state and a figure of at most 16 characters; the sentence behind
 with interval and limit. Leaves out the judgement (`analysis.verdict`) and how a cell is drawn.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,8 @@ __all__ = [
     "Tone",
     "evidence_rows",
     "headline",
+    "legend",
+    "legend_of",
     "verdict_of",
 ]
 
@@ -33,6 +37,8 @@ STATE_WORDS: dict[LevelState, str] = {
     "not measured": "not measured",
 }
 """A state in a table's cell."""
+
+_OF_EXCESS = "E: an arm's distance from the reference's weights, over the baseline's distance."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +87,18 @@ def headline(verdict: StudyVerdict) -> str:
         return f"{said}: no verdict before the first look, at {LOOKS[0]} seeds"
     said = "; ".join([said, *(f"{arm.arm} {arm.answer}" for arm in verdict.controls)])
     return f"EXPLORATORY: {said}" if verdict.exploratory else said
+
+
+def legend(text: str) -> str:
+    """Return what E is, where `text` has a figure of it; else nothing."""
+    return _OF_EXCESS if re.search(r"\bE \d", text) else ""
+
+
+def legend_of(rows: Iterable[EvidenceRow]) -> str:
+    """Return the legend of what the rows show: their sentences and the figures of their cells."""
+    return legend(
+        " ".join(x for row in rows for x in (row.sentence, *(c.figure for c in row.cells)))
+    )
 
 
 def evidence_rows(verdict: StudyVerdict) -> list[EvidenceRow]:

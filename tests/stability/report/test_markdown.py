@@ -1,6 +1,7 @@
 """A verdict as Markdown and as annotations: the answer first, and no name is markup."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,14 @@ def test_the_answer_is_the_heading_and_each_arm_has_a_row(plain):
     }
     assert {len(row) for row in evidence} == {6}
     assert "Judged at the look at 3 seeds" in text
+
+
+def test_what_e_is_stands_below_a_figure_of_it(plain):
+    verdict = study_verdict()
+    assert "the reference's weights" not in summary_text(plain, verdict)
+    arms = (replace(verdict.arms[0], sentence="its intervals exclude E 1.04"), *verdict.arms[1:])
+    text = summary_text(plain, replace(verdict, arms=arms))
+    assert text.count("<sub>E: an arm's distance from the reference's weights, over the") == 1
 
 
 def test_nothing_of_the_users_is_markup(plain):
