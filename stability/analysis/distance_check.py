@@ -6,7 +6,7 @@ so here. Leaves out how they are measured (`study.distances`).
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from stability.analysis.drift_parents import is_kept
 from stability.analysis.left_out import noise_moved_at
 from stability.analysis.study_distances import study_distances
 from stability.analysis.study_records import RecordedRun, RecordedStudy
-from stability.config.schema import BASELINE
 from stability.records.distances import DistanceMatrix
 from stability.records.manifest import Manifest
 from stability.records.paths import RunPaths, StudyPaths
@@ -30,6 +29,7 @@ __all__ = ["other_distances"]
 
 TOLERANCE = 1e-9
 """Relative: both are summed in FP64, in two orders."""
+KEPT, LEFT = ", less what is left out,", ", of what is left out,"
 
 
 def other_distances(study: RecordedStudy, *, every: bool = False) -> list[str]:
@@ -86,19 +86,24 @@ def _wrong(
     told = matrix.between(*arms)
     is_mean = file is predictions_of
     if told is not None and not is_mean and _was_dropped(runs, step):
-        return _not_as_sketched(runs, step, told, arms)
+        return _not_as_sketched(runs, step, matrix, arms)
     if not whole or told is None:
         return ""  # damage is told of by its pair
     own, others = (read_snapshot(path) for path in files)
     is_same = matrix.parents[arms[0]] == matrix.parents[arms[1]]
-    for tells, left_out in ((told, {}), (matrix.kept_between(*arms), matrix.left_out or {})):
-        value = 0.0 if is_same else _distance(own, others, left_out, is_mean=is_mean)
+    apart = {} if is_same else _apart(own, others)
+    count = sum(x.numel() for x in apart.values()) if is_mean else 1
+    for what, tells, part in (
+        ("", told, apart.values()),
+        (KEPT, matrix.kept_between(*arms), _kept_of(apart, matrix)),
+        (LEFT, matrix.left_between(*arms), _left_of(apart, matrix)),
+    ):
+        value = _length(part) / math.sqrt(max(1, count))
         if tells is None or (math.isnan(tells) and math.isnan(value)):
             continue
         if not math.isclose(tells, value, rel_tol=TOLERANCE):
-            less = ", less what is left out," if left_out else ""
             return (
-                f"between {arms[0]} and {arms[1]} at step {step}{less} is {tells}, {value} from "
+                f"between {arms[0]} and {arms[1]} at step {step}{what} is {tells}, {value} from "
                 "the files"
             )
     return ""
@@ -106,29 +111,34 @@ def _wrong(
 
 def _otherwise_left_out(study: RecordedStudy, seed: int, matrix: DistanceMatrix, step: int) -> str:
     """Return what is wrong with the values that are left out at a step; mostly nothing."""
-    if matrix.left_out is None and not leaves_out(study.folder):
-        return ""
+    is_sealed, rule = StudyPaths(study.folder).protocol.exists(), leaves_out(study.folder)
+    if is_sealed and not rule and matrix.left_out is not None:
+        return f"at step {step} leaves values out, which the protocol does not know"
+    if not (is_sealed and rule) and matrix.left_out is None:
+        return ""  # an older record
     runs = {
         arm.name: (run.paths, run.manifest)
         for arm in study.arms
         if (run := arm.runs[seed]).manifest is not None
     }
-    listing = {
-        arm
-        for arm, (paths, manifest) in runs.items()
-        if manifest.role == "nudge"
-        and paths.name_of(snapshot_of(paths, manifest, step)) in manifest.all_files
-    }
-    if not {BASELINE, *listing} <= {*matrix.arms}:
-        return ""  # a nudge has come since: the next `stability run` asks it too
-    told, found = matrix.left_out or {}, noise_moved_at(runs, step)
-    if found is None or found == told:
+    found = noise_moved_at(runs, step, matrix)
+    if found is None:
         return ""
-    name = next(name for name in {**told, **found} if told.get(name) != found.get(name))
+    told = matrix.left_out.values if matrix.left_out else {}
+    names = [name for name in {**told, **found[1]} if told.get(name) != found[1].get(name)]
+    if matrix.left_out and not names:
+        return ""
+    name = next(iter(names), "")
+    moved = _ranges(found[1].get(name, ()))
+    where = f"of {name}, noise moves {moved} by the files" if name else ""
     return (
-        f"at step {step} leaves out values {told.get(name, 'none')} of {name}, by the files noise "
-        f"moves {found.get(name, 'none')}"
+        f"at step {step} leaves out {_ranges(told.get(name, ()))} {where or 'and was not asked'}; "
+        "`stability run` measures it anew once this file is removed"
     )
+
+
+def _ranges(found: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"values {begin} to {end - 1}" for begin, end in found) or "no values"
 
 
 def _was_dropped(runs: Sequence[RecordedRun], step: int) -> bool:
@@ -136,41 +146,49 @@ def _was_dropped(runs: Sequence[RecordedRun], step: int) -> bool:
 
 
 def _not_as_sketched(
-    runs: Sequence[RecordedRun], step: int, told: float, arms: Sequence[str]
+    runs: Sequence[RecordedRun], step: int, matrix: DistanceMatrix, arms: Sequence[str]
 ) -> str:
     """Return what is wrong with a distance whose snapshots were dropped; mostly nothing."""
     from stability.analysis.sketch_check import agrees, sketched_weights  # heavy: torch
 
+    values = matrix.left_out.values if matrix.left_out else {}
     try:
         found = [sketched_weights(run.paths, run.manifest, step) for run in runs if run.manifest]
         one, other = (weights for weights in found if weights)
-        estimate = one.distance(other)
+        estimates = one.distance(other), *one.parted_distance(other, values)
     except ValueError:
         return ""  # a sketch that is damaged is told of by its pair; one of another model says none
-    if agrees(told, estimate, norm=one.sketch.norm):
-        return ""
-    return (
-        f"between {arms[0]} and {arms[1]} at step {step} is {told}, {estimate:.4g} by the sketches"
-    )
+    tells = matrix.between(*arms), matrix.kept_between(*arms), matrix.left_between(*arms)
+    for what, told, estimate in zip(("", KEPT, LEFT), tells, estimates, strict=True):
+        if told is not None and not agrees(told, estimate, norm=one.sketch.norm):
+            return (
+                f"between {arms[0]} and {arms[1]} at step {step}{what} is {told}, {estimate:.4g} "
+                "by the sketches"
+            )
+    return ""
 
 
-def _distance(
-    a: "dict[str, Tensor]",
-    b: "dict[str, Tensor]",
-    left_out: Mapping[str, Sequence[tuple[int, int]]],
-    *,
-    is_mean: bool,
-) -> float:
-    names = [name for name, x in a.items() if x.is_floating_point()]
-    squares = math.fsum(
-        float(_apart(a[n], b[n], left_out.get(n, ())).square().sum()) for n in names if n in b
-    )
-    count = sum(a[name].numel() for name in names) if is_mean else 1
-    return math.sqrt(squares / max(1, count)) if not math.isnan(squares) else math.nan
+def _apart(a: "dict[str, Tensor]", b: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    names = [name for name, x in a.items() if x.is_floating_point() and name in b]
+    return {name: a[name].double() - b[name].double() for name in names}
 
 
-def _apart(a: "Tensor", b: "Tensor", left_out: Sequence[tuple[int, int]]) -> "Tensor":
-    apart = a.double() - b.double()
-    for begin, end in left_out:
-        apart[begin:end] = 0
-    return apart
+def _left_of(apart: "Mapping[str, Tensor]", matrix: DistanceMatrix) -> "Iterator[Tensor]":
+    values = matrix.left_out.values if matrix.left_out else {}
+    for name, ranges in values.items():
+        # files with the same bits are apart in nothing
+        if name in apart:
+            yield from (apart[name][begin:end] for begin, end in ranges)
+
+
+def _kept_of(apart: "Mapping[str, Tensor]", matrix: DistanceMatrix) -> "Iterator[Tensor]":
+    values = matrix.left_out.values if matrix.left_out else {}
+    for name, x in apart.items():
+        kept = x.clone()
+        for begin, end in values.get(name, ()):
+            kept[begin:end] = 0
+        yield kept
+
+
+def _length(parts: "Iterable[Tensor]") -> float:
+    return math.sqrt(math.fsum(float(x.square().sum()) for x in parts))

@@ -107,7 +107,7 @@ def _distinct_draws(matrix: DistanceMatrix, candidate: str, controls: Sequence[s
     draws: list[str] = []
     for arm in (BASELINE, *controls):
         known = arm in matrix.parents and arm != candidate and arm not in draws
-        if known and all(matrix.between(arm, draw) != 0 for draw in draws):
+        if known and all(matrix.kept_between(arm, draw) != 0 for draw in draws):
             draws.append(arm)
     return draws
 
@@ -115,7 +115,7 @@ def _distinct_draws(matrix: DistanceMatrix, candidate: str, controls: Sequence[s
 def _statistics(matrix: DistanceMatrix, candidate: str, draws: Sequence[str]) -> Array:
     """Return T with the label on each arm in turn, the true one first, over the mean distance."""
     places = [matrix.arms.index(arm) for arm in (candidate, *draws)]
-    distances = np.array(matrix.rows)[np.ix_(places, places)]
+    distances = np.array(matrix.judged_rows)[np.ix_(places, places)]
     size = len(places)
     to_others = distances.sum(axis=1)
     # |draw - draw'| of all ordered pairs without the labelled arm, zeros with itself included

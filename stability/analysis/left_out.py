@@ -1,8 +1,8 @@
 """Which values of a seed's weights are left out of E at a step: those that noise moves.
 
-It is a function of the baseline and its nudges, by their snapshots of the start and of the step;
-no other arm is seen. What an arm does to these values is told, and keeps it from holding where E of
-all weights is surely beyond the limit. Leaves out the rule (`metrics.noise_moved`), the record
+It is a function of the baseline and its nudges, by their vectors at the start and at the step; no
+other arm is seen. What an arm does to these values is judged apart: noise makes it uncertain, so
+that the limit is wider. Leaves out the rule's arithmetic (`metrics.noise_moved`), the record
 (`records.distances`) and when it is made (`study.distances`).
 """
 
@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stability.analysis.excess import Excess, excess_at, excess_over_seeds
-from stability.analysis.number_text import three_figures
+from stability.analysis.excess import Excess, excess_over_seeds
+from stability.analysis.number_text import bounds, three_figures
+from stability.analysis.sketch_check import sketched_weights
 from stability.config.schema import BASELINE
 from stability.records.distances import DistanceMatrix
 from stability.records.manifest import Manifest
@@ -23,83 +24,114 @@ if TYPE_CHECKING:
 
     from stability.metrics.noise_moved import Ranges
 
-__all__ = ["NOISE", "excess_of_all", "noise_moved_at", "sentence_of_left_out"]
+__all__ = ["RULE", "excess_of_left_out", "noise_moved_at", "sentence_of_left_out"]
 
-NOISE = 0.1
-"""Values are moved by noise if nudges send them elsewhere by more than this part of their way."""
+RULE = {"part": 0.3, "times": 3.0, "block": 16, "limit": 2.0}
+"""Values are left out in blocks of `block` that nudges send elsewhere by more than a `part` of
+their way, and `times` as far as an average weight. Of them alone E may be up to `limit`."""
 
 Runs = Mapping[str, tuple[RunPaths, Manifest]]
 """A seed's runs by arm."""
 
 
-def noise_moved_at(runs: Runs, step: int) -> "dict[str, Ranges] | None":
-    """Return by name the ranges of values that noise has moved by `step`; empty without a nudge.
+def noise_moved_at(
+    runs: Runs, step: int, matrix: DistanceMatrix
+) -> "tuple[tuple[str, ...], dict[str, Ranges]] | None":
+    """Return which arms were asked, and by name the ranges of values that noise has moved.
 
-    None if a snapshot that it takes is not there: of the baseline and each nudge the one of step 0,
-    and of those that list one of `step` that one.
+    `matrix` has the distances at the step. None without a nudge in it, and where vectors are not on
+    record: of the baseline and each nudge those of step 0 and of `step`, in a sketch or a snapshot.
     """
     from stability.metrics.noise_moved import noise_moved  # heavy: torch
 
-    found = {}
-    nudges = [arm for arm, (_, manifest) in runs.items() if manifest.role == "nudge"]
-    for arm in (BASELINE, *nudges):
-        if arm not in runs:
-            return None
-        paths, manifest = runs[arm]
-        if paths.name_of(snapshot_of(paths, manifest, step)) not in manifest.all_files:
-            if arm == BASELINE:
-                return None
-            continue
-        start, end = (_vectors(paths, manifest, of) for of in (0, step))
+    asked = [arm for arm in matrix.arms if arm in runs and runs[arm][1].role == "nudge"]
+    if not asked or BASELINE not in matrix.arms or BASELINE not in runs:
+        return None
+    found = []
+    for arm in (BASELINE, *asked):
+        start, end = (_vectors(*runs[arm], of) for of in (0, step))
         if start is None or end is None:
             return None
-        found[arm] = start, end
-    baseline = found.pop(BASELINE)
-    return noise_moved(baseline, list(found.values()), NOISE)
+        found.append((start, end))
+    squares = [(matrix.between(arm, BASELINE) or 0.0) ** 2 for arm in asked]
+    values = _values(*runs[BASELINE])
+    if not values or not math.isfinite(sum(squares)):
+        return None
+    ranges = noise_moved(
+        found[0],
+        found[1:],
+        part=RULE["part"],
+        least=RULE["times"] * math.sqrt(math.fsum(squares) / len(squares) / values),
+        block=int(RULE["block"]),
+    )
+    return (BASELINE, *asked), ranges
 
 
 def _vectors(paths: RunPaths, manifest: Manifest, step: int) -> "dict[str, Tensor] | None":
-    """Return a snapshot's floating-point tensors of one dimension; None if it is not whole."""
-    from stability.records.weight_files import open_snapshot  # heavy: torch
+    """Return the weights of one dimension; None if neither sketch nor snapshot has them whole."""
+    from stability.metrics.noise_moved import vector_names  # heavy: torch
+    from stability.records.weight_files import open_snapshot
 
+    try:
+        sketched = sketched_weights(paths, manifest, step)
+    except ValueError:  # damaged: it is told of elsewhere
+        sketched = None
+    if sketched is not None and sketched.vectors is not None:
+        return dict(sketched.vectors)
     path = snapshot_of(paths, manifest, step)
     if file_damage(paths, manifest, path):
         return None
     opened = open_snapshot(path)
-    shapes, kinds = opened.shapes, opened.dtypes
-    return {
-        name: opened[name]
-        for name in opened
-        if len(shapes[name]) == 1 and kinds[name].is_floating_point
-    }
+    shapes = {name: opened.shapes[name] for name, x in opened.dtypes.items() if x.is_floating_point}
+    return {name: opened[name] for name in vector_names(shapes)}
 
 
-def excess_of_all(
-    weights: Mapping[int, DistanceMatrix], arm: str, reference: str, limit: float, alpha: float
+def _values(paths: RunPaths, manifest: Manifest) -> int:
+    """Return how many weights a run has, by its snapshot of step 0; 0 if that is not there."""
+    from stability.records.weight_files import open_snapshot  # heavy: torch
+
+    path = snapshot_of(paths, manifest, 0)
+    if not path.exists():
+        return 0
+    opened = open_snapshot(path)
+    kinds = opened.dtypes
+    return sum(math.prod(x) for name, x in opened.shapes.items() if kinds[name].is_floating_point)
+
+
+def excess_of_left_out(
+    weights: Mapping[int, DistanceMatrix], arm: str, reference: str, alpha: float
 ) -> Excess | None:
-    """Return the excess of all weights over seeds; None where nothing is left out, or it has none.
+    """Return the excess of what is left out, over the seeds in which anything is; None if nothing.
 
-    `weights` are the distances at the judged step, by seed; `limit` and `alpha` are as of
-    `excess_over_seeds`.
+    `weights` are the distances at the judged step, by seed. A seed in which the arm or the baseline
+    is the reference's there says nothing of noise, and is not counted.
     """
-    if not any(matrix.left_out for matrix in weights.values()):
-        return None
-    found = {s: excess_at(x, arm, reference, of_all=True) or 0.0 for s, x in weights.items()}
-    if not all(0 < value < math.inf for value in found.values()):
-        return None
-    return excess_over_seeds(found, limit, alpha)
+    found = {}
+    for seed, matrix in weights.items():
+        own, unit = (matrix.left_between(x, reference) for x in (arm, BASELINE))
+        if own and unit and math.isfinite(own / unit):
+            found[seed] = own / unit
+    return excess_over_seeds(found, RULE["limit"], alpha) if found else None
 
 
-def sentence_of_left_out(weights: Mapping[int, DistanceMatrix], of_all: Excess | None) -> str:
+def sentence_of_left_out(weights: Mapping[int, DistanceMatrix], apart: Excess | None) -> str:
     """Return a sentence that names what is left out, with a blank before it; empty if nothing is.
 
-    `of_all` is the excess with it.
+    `apart` is the excess of these values alone.
     """
-    most = max(weights.values(), key=lambda matrix: matrix.left_out_values, default=None)
-    if most is None or not most.left_out:
+    found = [x.left_out for x in weights.values() if x.left_out and x.left_out.values]
+    if not found:
         return ""
-    names = list(most.left_out)
-    count = f"{most.left_out_values:,} value{'s' if most.left_out_values > 1 else ''}"
+    counts = sorted({x.count for x in found})
+    many = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    names = list(dict.fromkeys(name for x in found for name in x.values))
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    said = f" Left out are {count} that noise alone moves, in {names[0]}{more}"
-    return f"{said}: with them it is {three_figures(of_all.mean)}." if of_all else f"{said}."
+    part = "" if len(found) == len(weights) else f" in {len(found)} of {len(weights)} seeds"
+    said = f" Left out are {many} values that noise moves, in {names[0]}{more}{part}"
+    if apart is None:
+        return f"{said}."
+    bracket = bounds(apart.low, apart.high, three_figures)
+    return (
+        f"{said}: these are {three_figures(apart.mean)}{bracket} times as far as the baseline's "
+        f"(limit {RULE['limit']:g})."
+    )

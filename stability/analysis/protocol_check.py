@@ -16,7 +16,7 @@ from dataclasses import fields
 from typing import Any
 
 from stability.analysis.environment_contract import other_entries
-from stability.analysis.left_out import NOISE
+from stability.analysis.left_out import RULE
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_distances import window_problems
 from stability.analysis.study_records import RecordedArm, RecordedStudy
@@ -78,7 +78,7 @@ def make_protocol(
             "step": policy.get("step", 0),
             "limit": policy.get("window_limit"),
             "settling": SETTLING,
-            LEAVES_OUT: NOISE,
+            LEAVES_OUT: dict(RULE),
             "steps": sorted(step for step in steps if 0 < step <= end),
         },
         looks=list(LOOKS),
@@ -168,9 +168,8 @@ def _rule(protocol: Protocol) -> dict[str, Any]:
 def _noise(sealed: Protocol, now: Protocol) -> Iterator[str]:
     # one that was sealed before values were left out leaves none out (`study.distances`)
     if LEAVES_OUT in sealed.window:
-        yield from _values(
-            "window", *({LEAVES_OUT: x.window.get(LEAVES_OUT)} for x in (sealed, now))
-        )
+        group = f"window.{LEAVES_OUT}"
+        yield from _values(group, sealed.window[LEAVES_OUT], now.window[LEAVES_OUT])
 
 
 def _base(values: Mapping[str, Any]) -> Mapping[str, Any]:

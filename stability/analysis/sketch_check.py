@@ -7,7 +7,8 @@ more than five of them is not that of the weights. Leaves out when snapshots are
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stability.records.manifest import Manifest
@@ -16,6 +17,8 @@ from stability.records.run_files import file_damage
 from stability.records.weight_sketches import read_weight_sketch
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from stability.metrics.weight_sketch import WeightSketch
 
 __all__ = ["TOLERANCE", "SketchedWeights", "agrees", "sketched_weights"]
@@ -32,6 +35,8 @@ class SketchedWeights:
 
     weights: str
     sketch: "WeightSketch"
+    vectors: "Mapping[str, Tensor] | None" = None
+    """The weights of one dimension, as they are; None where they are not on record."""
 
     def distance(self, other: "SketchedWeights") -> float:
         """Return the L2 distance, 0 for the same bits even where they are no numbers.
@@ -39,6 +44,33 @@ class SketchedWeights:
         ValueError if the two are of models with other names or shapes.
         """
         return 0.0 if self.weights == other.weights else self.sketch.distance(other.sketch)
+
+    def parted_distance(
+        self, other: "SketchedWeights", left_out: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> tuple[float, float]:
+        """Return the distance of all but the values in `left_out`, and the exact one of these.
+
+        Ranges of vectors stand by name. NaN if a vector is not there; ValueError as `distance`.
+        """
+        import torch  # heavy
+
+        from stability.metrics.weight_sketch import weight_sketch  # heavy: torch
+
+        if self.weights == other.weights:
+            return 0.0, 0.0
+        own, others = self.vectors or {}, other.vectors or {}
+        if not left_out.keys() <= own.keys() & others.keys():
+            return math.nan, math.nan
+        apart = {}
+        for name, ranges in left_out.items():
+            one, two = own[name].double(), others[name].double()
+            apart[name] = torch.zeros_like(one)
+            for begin, end in ranges:
+                apart[name][begin:end] = one[begin:end] - two[begin:end]
+        left = math.sqrt(math.fsum(float(x.square().sum()) for x in apart.values()))
+        # linear: the sketch of a part is taken from that of the whole
+        rest = replace(self.sketch, buckets=self.sketch.buckets - weight_sketch(apart).buckets)
+        return rest.distance(other.sketch), left
 
     def relative_distance(self, origin: "SketchedWeights") -> float:
         """Return the L2 distance over the norm of `origin`; infinite where only that is 0."""
@@ -63,7 +95,7 @@ def sketched_weights(paths: RunPaths, manifest: Manifest, step: int) -> Sketched
         raise ValueError(f"{path}: {wrong}")
     found = read_weight_sketch(path)
     sketch = WeightSketch(buckets=found.buckets, outline=found.outline, outside=found.outside)
-    return SketchedWeights(found.weights, sketch)
+    return SketchedWeights(found.weights, sketch, found.vectors)
 
 
 def agrees(told: float, estimate: float, *, errors: int = 1, norm: float = 1.0) -> bool:

@@ -19,7 +19,7 @@ from stability.analysis.advice import advice
 from stability.analysis.energy_test import EnergyTest, energy_test
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
-from stability.analysis.left_out import excess_of_all, sentence_of_left_out
+from stability.analysis.left_out import RULE, excess_of_left_out, sentence_of_left_out
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_distances import (
@@ -37,6 +37,8 @@ from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix, SeedDistances
+from stability.records.paths import StudyPaths
+from stability.records.protocol import leaves_out
 
 __all__ = ["training_evidence"]
 
@@ -186,6 +188,9 @@ def _judge(question: _Question) -> LevelEvidence:
             p_holds=1.0,
             figures={"step": step, "seeds": len(question.seeds), "lost": len(lost)},
         )
+    unasked = _why_unasked(question)
+    if unasked:
+        return _silent("not measured", *unasked)
     found: dict[int, float] = {}
     for seed in question.seeds:
         matrix = question.weights.get(seed)
@@ -206,6 +211,26 @@ def _is_lost(question: _Question, seed: int) -> bool:
     run = arm.runs[seed]
     stopped = run.manifest.step if run.manifest else question.window.step
     return run.state == "diverged" and stopped < question.window.step
+
+
+def _why_unasked(question: _Question) -> tuple[str, str] | tuple[()]:
+    """Return why seeds would be judged by two rules, and what to do; empty if by one."""
+    asked = {seed: x.left_out is not None for seed, x in question.weights.items()}
+    step, folder = question.window.step, question.study.folder
+    is_sealed = StudyPaths(folder).protocol.exists()
+    rule = leaves_out(folder) if is_sealed else any(asked.values())
+    other = [seed for seed in question.seeds if asked.get(seed, rule) != rule]
+    if not other:
+        return ()
+    if not rule:
+        return (
+            f"values are left out at step {step} with seed {other[0]}, which the protocol does not "
+            "know"
+        ), "remove `distances` and run `stability run`"
+    return (
+        f"what noise moves is not known at step {step} with seed {other[0]}: a nudge has no "
+        "weights there, or their vectors are not on record"
+    ), "run `stability run`, which asks again; where a nudge is lost, name an earlier step"
 
 
 def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
@@ -235,9 +260,9 @@ def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
             )
     if matrix is not None and matrix.kept_between(arm.name, question.reference) is None:
         return (
-            f"{arm.name} is known by its sketch alone at step {step} with seed {seed}, and of a "
-            "sketch nothing that noise moves can be left out",
-            "a study of another name with keep: reference",
+            f"{arm.name} is known by its sketch alone at step {step} with seed {seed}, one without "
+            "the vectors of which values are left out",
+            "a study of another name",
         )
     return (
         f"at step {step} the {BASELINE} is the reference to the bit with seed {seed}, so there is "
@@ -261,20 +286,25 @@ def _evidence(question: _Question, per_seed: Mapping[int, float]) -> LevelEviden
         if _is_baseline(question):
             exact = "its weights are the baseline's to the bit"
             found = replace(found, low=1.0, high=1.0, p_harmed=1.0, p_holds=0.0)
-    state, decides = _state(question, found, alpha, bool(exact))
+    apart = excess_of_left_out(question.weights, arm.name, question.reference, alpha)
+    state, decides = _state(question, found, apart, alpha, bool(exact))
     tests = {
         "weights": energy_test(question.weights, arm.name, controls_of(question.study)),
         "predictions": energy_test(question.predictions, arm.name, controls_of(question.study)),
     }
+    # harmed if either is, and so twice as easily by chance; to hold both have to
+    harmed, holds = found.p_harmed, found.p_holds
+    if apart is not None and not _is_baseline(question):
+        harmed, holds = min(1.0, 2 * min(harmed, apart.p_harmed)), max(holds, apart.p_holds)
     return LevelEvidence(
         level="training",
         state=state,
-        sentence=_sentence(question, found, exact, tests),
+        sentence=_sentence(question, found, apart, exact, tests),
         cell=f"E {found.mean:.2f}" if found.mean < 1e6 else f"E {found.mean:.0e}",
         decides=decides,
-        p_harmed=found.p_harmed,
-        p_holds=found.p_holds,
-        figures=_figures(question, found, tests),
+        p_harmed=harmed,
+        p_holds=holds,
+        figures=_figures(question, found, apart, tests),
     )
 
 
@@ -283,14 +313,16 @@ def _is_baseline(question: _Question) -> bool:
     return all(matrix.between(question.arm.name, BASELINE) == 0 for matrix in matrices)
 
 
-def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tuple[LevelState, str]:
-    """Return the state, and what would decide it."""
+def _state(
+    question: _Question, found: Excess, apart: Excess | None, alpha: float, exact: bool
+) -> tuple[LevelState, str]:
+    """Return the state, and what would decide it; `apart` is what is left out."""
     limit = question.policy.max_excess
-    if exact:
+    if _is_baseline(question) or (exact and apart is None):
         return "holds", ""
     if not question.is_look:
         return "undecided", f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
-    if found.low > limit:
+    if found.low > limit or (apart is not None and apart.low > RULE["limit"]):
         return "harmed", ""
     if found.high < limit:
         # a candidate can't pass where chaos has made all arms alike
@@ -300,12 +332,8 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
                 f"an earlier step, since at step {question.window.step} a control has |log E| "
                 f"{noise:.3f}, above {question.policy.window_limit:g}"
             )
-        of_all = _of_all(question, alpha)
-        if of_all is not None and of_all.low > limit:
-            return "undecided", (
-                f"what moves the values that are left out: with them E is surely above the limit, "
-                f"{three_figures(of_all.mean)}{bounds(of_all.low, of_all.high, three_figures)}"
-            )
+        if apart is not None and not apart.high < RULE["limit"]:
+            return "undecided", f"of what is left out {_seeds_for(apart, RULE['limit'], alpha)}"
         return "holds", ""
     if question.arm.role == "broken" and found.mean <= limit:
         return "undecided", what_may_show(
@@ -316,21 +344,23 @@ def _state(question: _Question, found: Excess, alpha: float, exact: bool) -> tup
             question.policy.window_limit,
             question.distances,
         )
+    return "undecided", _seeds_for(found, limit, alpha)
+
+
+def _seeds_for(found: Excess, limit: float, alpha: float) -> str:
     needed = seeds_that_decide(found.per_seed, limit, alpha)
     look = next((look for look in LOOKS if needed is not None and look >= needed), None)
     if look is None:
-        return "undecided", f"more than {LOOKS[-1]} seeds, at this scatter"
-    return "undecided", f"{look} seeds, at this scatter (--seeds {look})"
-
-
-def _of_all(question: _Question, alpha: float) -> Excess | None:
-    weights = {seed: question.weights[seed] for seed in question.seeds}
-    limit = question.policy.max_excess
-    return excess_of_all(weights, question.arm.name, question.reference, limit, alpha)
+        return f"more than {LOOKS[-1]} seeds, at this scatter"
+    return f"{look} seeds, at this scatter (--seeds {look})"
 
 
 def _sentence(
-    question: _Question, found: Excess, exact: str, tests: Mapping[str, EnergyTest]
+    question: _Question,
+    found: Excess,
+    apart: Excess | None,
+    exact: str,
+    tests: Mapping[str, EnergyTest],
 ) -> str:
     window, policy = question.window, question.policy
     count = len(question.seeds)
@@ -350,8 +380,7 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
-    of_all = _of_all(question, look_alpha(policy.alpha))
-    said += sentence_of_left_out(question.weights, of_all)
+    said += sentence_of_left_out(question.weights, apart)
     said += _of_declared(question) + _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
@@ -433,9 +462,8 @@ def _excess_of_predictions(question: _Question) -> float:
 
 
 def _figures(
-    question: _Question, found: Excess, tests: Mapping[str, EnergyTest]
+    question: _Question, found: Excess, apart: Excess | None, tests: Mapping[str, EnergyTest]
 ) -> dict[str, float]:
-    of_all = _of_all(question, look_alpha(question.policy.alpha))
     return {
         "excess": found.mean,
         "excess_low": found.low,
@@ -445,7 +473,7 @@ def _figures(
         "seeds": len(question.seeds),
         "control_log_excess": question.window.largest_at(question.window.step),
         "excess_predictions": _excess_of_predictions(question),
-        **({"excess_of_all": of_all.mean} if of_all else {}),
+        **({"excess_left_out": apart.mean, "excess_left_out_high": apart.high} if apart else {}),
         **({"own_distance": max(own)} if (own := _own_distances(question)) else {}),
         **{f"energy_p_{what}": test.p for what, test in tests.items()},
         **{f"energy_smallest_p_{what}": test.smallest_p for what, test in tests.items()},

@@ -115,10 +115,10 @@ def _log_excess(
             if arm not in names:
                 return {}, f"{arm} has no snapshot with seed {seed}"
         assert matrix is not None
-        if matrix.kept_between(BASELINE, reference) == 0:
+        if matrix.between(BASELINE, reference) == 0:
             return {}, f"{BASELINE} and {reference} are equal to the bit with seed {seed}"
         # a control that is the baseline to the bit has E = 1 and says nothing about chaos
-        moved = [arm for arm in controls if matrix.kept_between(arm, BASELINE) != 0]
+        moved = [arm for arm in controls if matrix.between(arm, BASELINE) != 0]
         if not moved:
             return {}, f"no control differs from the {BASELINE} with seed {seed}"
         for arm in moved:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from stability.metrics.noise_moved import vector_names
 from stability.metrics.pieces import Piece
 from stability.metrics.weight_hash import finished_weight_hash, local_weight_hash
 from stability.metrics.weight_sketch import finished_weight_sketch, local_weight_sketch
@@ -23,12 +24,40 @@ def stored_sketch(
 
     `join` returns the sum over ranks of an int64 tensor, which wraps around: one process has all.
     """
-    hashed = local_weight_hash(pieces)
-    joined = join(torch.cat([hashed, local_weight_sketch(pieces)]))
-    found = finished_weight_sketch(joined[len(hashed) :], pieces)
+    hashed, sketch, vectors = (
+        local_weight_hash(pieces),
+        local_weight_sketch(pieces),
+        _local_vectors(pieces),
+    )
+    parts = [hashed, sketch, *vectors.values()]
+    joined = join(torch.cat(parts)).split([len(part) for part in parts])
+    found = finished_weight_sketch(joined[1], pieces)
     return StoredSketch(
-        weights=finished_weight_hash(joined[: len(hashed)], pieces),
+        weights=finished_weight_hash(joined[0], pieces),
         outline=found.outline,
         outside=found.outside,
         buckets=found.buckets,
+        vectors={
+            name: joined.view(torch.float64).cpu().to(_stored_as(pieces[name]))
+            for name, joined in zip(vectors, joined[2:], strict=True)
+        },
     )
+
+
+def _local_vectors(pieces: Mapping[str, Piece]) -> dict[str, Tensor]:
+    """Return the bits of each vector's values in FP64, int64; 0 where another rank has the value.
+
+    Empty where vectors are most of the model, as of weights that were laid flat.
+    """
+    weights = {name: x for name, x in pieces.items() if x.values.is_floating_point()}
+    found = {}
+    for name in vector_names({name: piece.shape for name, piece in weights.items()}):
+        piece = weights[name]
+        whole = torch.zeros(piece.shape, dtype=torch.int64, device=piece.values.device)
+        whole[piece.indices().flatten()] = piece.values.double().flatten().view(torch.int64)
+        found[name] = whole
+    return found
+
+
+def _stored_as(piece: Piece) -> torch.dtype:
+    return torch.float64 if piece.values.dtype == torch.float64 else torch.float32

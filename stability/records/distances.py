@@ -9,8 +9,8 @@ what a distance means (`analysis`).
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -22,11 +22,39 @@ from stability.records.sealed_json import jsonable, read_record, write_sealed
 
 __all__ = [
     "DistanceMatrix",
+    "LeftOut",
     "SeedDistances",
     "read_distances",
     "with_parents",
     "write_distances",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """What noise moves of several arms' weights at one step, and how far they are apart in it."""
+
+    asked: tuple[str, ...]
+    """The arms that it was found by: the baseline and its nudges."""
+    values: Mapping[str, tuple[tuple[int, int], ...]]
+    """Ranges of values of vectors, by name (`metrics.noise_moved`)."""
+    kept_rows: tuple[tuple[float, ...], ...] = ()
+    """Rows as of the matrix, of all but these values; NaN where a sketch lacks what it takes."""
+    left_rows: tuple[tuple[float, ...], ...] = ()
+    """Rows of these values alone, likewise. Both are empty if there are no values."""
+
+    @property
+    def count(self) -> int:
+        """How many values are left out."""
+        return sum(end - begin for ranges in self.values.values() for begin, end in ranges)
+
+    def only(self, arms: Sequence[str], kept: Sequence[int]) -> "LeftOut | None":
+        """Return it for the `kept` of `arms`; None if one that was asked is not among them."""
+        if not {*self.asked} <= {arms[i] for i in kept}:
+            return None
+        return replace(
+            self, kept_rows=_picked(self.kept_rows, kept), left_rows=_picked(self.left_rows, kept)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +69,8 @@ class DistanceMatrix:
     """Symmetric, zeros on the diagonal; NaN to an arm that holds a NaN."""
     sketched: tuple[tuple[str, str], ...] = ()
     """Pairs whose distance is that of their sketches: a snapshot had been dropped."""
-    left_out: Mapping[str, tuple[tuple[int, int], ...]] | None = None
-    """Which values of which vectors noise moves (`metrics.noise_moved`): ranges by name. None where
-    that was not asked."""
-    kept_rows: tuple[tuple[float, ...], ...] = ()
-    """The distances of what is not left out; empty if nothing is. A sketch has none: a NaN."""
+    left_out: "LeftOut | None" = None
+    """What is left out of E; None where that was not asked."""
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -58,22 +83,29 @@ class DistanceMatrix:
             return None
         return self.rows[self.arms.index(one)][self.arms.index(other)]
 
+    @property
+    def judged_rows(self) -> tuple[tuple[float, ...], ...]:
+        """The rows without what is left out."""
+        return self.left_out.kept_rows if self.left_out and self.left_out.values else self.rows
+
     def kept_between(self, one: str, other: str) -> float | None:
         """Return the distance between two arms without what is left out.
 
-        None as `between`, and where it would have to be that of their sketches.
+        None as `between`, and where a sketch lacks what it takes.
         """
-        if not self.left_out or one not in self.parents or other not in self.parents:
-            return self.between(one, other)
-        if (one, other) in self.sketched or (other, one) in self.sketched:
-            return None
-        return self.kept_rows[self.arms.index(one)][self.arms.index(other)]
+        whole = self.between(one, other)
+        if whole is None or self.left_out is None or not self.left_out.values:
+            return whole
+        kept = self.left_out.kept_rows[self.arms.index(one)][self.arms.index(other)]
+        return None if math.isnan(kept) and not math.isnan(whole) else kept
 
-    @property
-    def left_out_values(self) -> int:
-        """How many values are left out."""
-        ranges = (self.left_out or {}).values()
-        return sum(end - begin for each in ranges for begin, end in each)
+    def left_between(self, one: str, other: str) -> float | None:
+        """Return the distance of what is left out; None as `kept_between`, and if nothing is."""
+        if self.left_out is None or not self.left_out.values:
+            return None
+        if self.kept_between(one, other) is None:
+            return None
+        return self.left_out.left_rows[self.arms.index(one)][self.arms.index(other)]
 
     def only(self, keep: Callable[[str, str], bool]) -> "DistanceMatrix":
         """Return the matrix of the arms for which `keep(arm, parent)` holds."""
@@ -82,12 +114,9 @@ class DistanceMatrix:
         return DistanceMatrix(
             parents={arms[i]: self.parents[arms[i]] for i in kept},
             norms={arms[i]: self.norms[arms[i]] for i in kept},
-            rows=tuple(tuple(self.rows[i][j] for j in kept) for i in kept),
+            rows=_picked(self.rows, kept),
             sketched=tuple(pair for pair in self.sketched if {*pair} <= {arms[i] for i in kept}),
-            left_out=self.left_out,
-            kept_rows=tuple(tuple(self.kept_rows[i][j] for j in kept) for i in kept)
-            if self.left_out
-            else (),
+            left_out=self.left_out.only(arms, kept) if self.left_out else None,
         )
 
 
@@ -102,13 +131,19 @@ class SeedDistances:
     """RMS distances of the token log-probabilities of the fixed held-out batch, in nats."""
 
 
+class _LeftOutValues(TypedDict):
+    asked: list[str]
+    values: dict[str, list[Annotated[list[Count], PAIR]]]
+    kept_rows: list[list[Number]]
+    left_rows: list[list[Number]]
+
+
 class _MatrixValues(TypedDict):
     parents: dict[str, str]
     norms: dict[str, Number]
     rows: list[list[Number]]
     sketched: NotRequired[list[Annotated[list[str], PAIR]]]
-    left_out: NotRequired[dict[str, list[Annotated[list[Count], PAIR]]]]
-    kept_rows: NotRequired[list[list[Number]]]
+    left_out: NotRequired["_LeftOutValues"]
 
 
 class _StepValues(TypedDict):
@@ -193,6 +228,12 @@ def with_parents(
     )
 
 
+def _picked(
+    rows: tuple[tuple[float, ...], ...], kept: Sequence[int]
+) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(rows[i][j] for j in kept) for i in kept) if rows else ()
+
+
 def _matrix_values(matrix: DistanceMatrix | None) -> _MatrixValues | None:
     if matrix is None:
         return None
@@ -205,10 +246,14 @@ def _matrix_values(matrix: DistanceMatrix | None) -> _MatrixValues | None:
         values["sketched"] = [[*pair] for pair in matrix.sketched]
     if matrix.left_out is not None:
         values["left_out"] = {
-            name: [[*pair] for pair in ranges] for name, ranges in matrix.left_out.items()
+            "asked": [*matrix.left_out.asked],
+            "values": {
+                name: [[*pair] for pair in ranges]
+                for name, ranges in matrix.left_out.values.items()
+            },
+            "kept_rows": [[*row] for row in matrix.left_out.kept_rows],
+            "left_rows": [[*row] for row in matrix.left_out.left_rows],
         }
-    if matrix.left_out:
-        values["kept_rows"] = [[*row] for row in matrix.kept_rows]
     return values
 
 
@@ -228,20 +273,33 @@ def _matrix(values: _MatrixValues, where: str) -> DistanceMatrix:
     lacking = values["parents"].keys() - values["norms"].keys()
     if lacking:
         raise ValueError(f"{where} has no norm of {min(lacking)}")
-    left_out = None
-    if "left_out" in values:
-        left_out = {
-            name: tuple((begin, end) for begin, end in ranges)
-            for name, ranges in values["left_out"].items()
-        }
-    kept = values.get("kept_rows", [])
     return DistanceMatrix(
         parents=dict(values["parents"]),
         norms={arm: float(values["norms"][arm]) for arm in values["parents"]},
         rows=rows,
         sketched=tuple((one, other) for one, other in values.get("sketched", ())),
-        left_out=left_out,
-        kept_rows=_square(kept, size, f"{where}, less what is left out,") if left_out else (),
+        left_out=_left_out(values["left_out"], values["parents"], where)
+        if "left_out" in values
+        else None,
+    )
+
+
+def _left_out(values: _LeftOutValues, arms: Collection[str], where: str) -> LeftOut:
+    if unknown := {*values["asked"]} - {*arms}:
+        raise ValueError(f"{where} leaves values out by {min(unknown)}, which is none of its arms")
+    for name, ranges in values["values"].items():
+        edges = [edge for pair in ranges for edge in pair]
+        if not edges or sorted({*edges}) != edges:
+            raise ValueError(f"{where} leaves out of {name} {ranges}, which are no ranges")
+    size = len(arms) if values["values"] else 0
+    return LeftOut(
+        asked=tuple(values["asked"]),
+        values={
+            name: tuple((begin, end) for begin, end in ranges)
+            for name, ranges in values["values"].items()
+        },
+        kept_rows=_square(values["kept_rows"], size, f"{where}, less what is left out,"),
+        left_rows=_square(values["left_rows"], size, f"{where}, of what is left out,"),
     )
 
 

@@ -55,8 +55,8 @@ class Protocol:
     """By name."""
     window: dict[str, Any]
     """How the judged step is chosen: `step` (0: by the rule), the rule's `limit`, the
-    updates of `settling` that it passes over, the `steps` that it chooses from, and the part of
-    its way (`LEAVES_OUT`) from which on a value that nudges send elsewhere is left out."""
+    updates of `settling` that it passes over, the `steps` that it chooses from, and
+    the limits by which values that noise moves are left out (`LEAVES_OUT`)."""
     looks: list[Count]
     """The numbers of seeds at which the study may be judged."""
     seeds: list[Count]

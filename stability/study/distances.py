@@ -5,14 +5,15 @@ arm and never a whole model. Two files with one checksum are the same bits: they
 are 0 apart even where they hold NaN. Of an arm whose change adds weights those that the baseline
 has too are read. What is on record already is measured again only where an arm is new or a file is
 another one; where a snapshot was dropped since, by sketch. Beside the distances of all weights
-stand those without the values that noise moves, where there are any; which these are is measured
-once the controls are there, and is not changed by arms that come later. Leaves out the arithmetic
+stand those of the values that noise moves and of the others, where there are any: which these are,
+baseline and nudges say, whatever other arms there are. Leaves out the arithmetic
 (`metrics.pairwise`), the rule (`analysis.left_out`), the file (`records.distances`) and what a
 distance means (`analysis`).
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -22,11 +23,11 @@ from torch import Tensor
 from stability.analysis.left_out import noise_moved_at
 from stability.analysis.sketch_check import SketchedWeights, sketched_weights
 from stability.config.axes import CHANGES_WEIGHTS, touches
-from stability.config.schema import BASELINE
-from stability.metrics.noise_moved import Ranges
+from stability.metrics.noise_moved import Ranges, vector_names
 from stability.metrics.pairwise import pairwise_l2
 from stability.records.distances import (
     DistanceMatrix,
+    LeftOut,
     SeedDistances,
     read_distances,
     write_distances,
@@ -63,74 +64,134 @@ def update_distances(
         for arm, paths in runs.items()
         if paths.manifest.is_file()
     }
-    leave_out = leaves_out(study)
     found = SeedDistances(
         seed=seed,
-        weights=_update(begun, snapshot_of, known.weights, note, leave_out=leave_out),
-        predictions=_update(begun, predictions_of, known.predictions, note),
+        weights=_update_weights(begun, known.weights, note, leave_out=leaves_out(study)),
+        predictions=_update_predictions(begun, known.predictions, note),
     )
     if found != known:
         write_distances(study, found)
     return found
 
 
-def _update(
-    runs: Mapping[str, tuple[RunPaths, Manifest]],
-    file: FileOf,
-    known: Mapping[int, DistanceMatrix],
-    note: Callable[[str, str], None],
-    *,
-    leave_out: bool = False,
+Runs = Mapping[str, tuple[RunPaths, Manifest]]
+Note = Callable[[str, str], None]
+
+
+def _update_predictions(
+    runs: Runs, known: Mapping[int, DistanceMatrix], note: Note
 ) -> dict[int, DistanceMatrix]:
-    """Return the matrix of each step at which two arms or more have the file."""
+    """Return the matrix of each step at which two arms or more have predictions."""
     found = {}
-    for step, parents in _parents(runs, file).items():
+    for step, parents in _parents(runs, predictions_of).items():
+        if step in known and dict(known[step].parents) == parents:
+            found[step] = known[step]
+            continue
+        files = _alike(*_whole(runs, predictions_of, step, parents, note), note)
+        if len(files) > 1:
+            found[step] = _measure(files, parents, root_mean=True).matrix
+    return found
+
+
+def _update_weights(
+    runs: Runs, known: Mapping[int, DistanceMatrix], note: Note, *, leave_out: bool
+) -> dict[int, DistanceMatrix]:
+    """Return the matrix of each step at which two arms or more have weights.
+
+    `leave_out` says whether it is asked which values noise moves.
+    """
+    found = {}
+    for step, parents in _parents(runs, snapshot_of).items():
         before = known.get(step)
         if before is not None and dict(before.parents) == parents:
-            found[step] = before
-            continue
-        whole = {}
-        for arm in parents:
-            paths, manifest = runs[arm]
-            path = file(paths, manifest, step)
-            if paths.name_of(path) in manifest.dropped:
+            was_asked = before.left_out is not None or not leave_out
+            if was_asked or noise_moved_at(runs, step, before) is None:
+                found[step] = before
                 continue
-            wrong = file_damage(paths, manifest, path)
-            if wrong:
-                note(arm, f"{path}: {wrong}")
-            else:
-                whole[arm] = path
-        larger = {arm for arm in whole if touches(runs[arm][1].diff, CHANGES_WEIGHTS)}
-        kept = _alike(whole, larger, note)
-        left_out = _left_out(runs, step, parents, before) if leave_out else None
-        if len(kept) > 1:
-            of_kept = {arm: parents[arm] for arm in kept}
-            found[step] = _measure(kept, of_kept, left_out, root_mean=file is predictions_of)
+        whole, larger = _whole(runs, snapshot_of, step, parents, note)
+        files = _alike(whole, larger, note)
+        measured = _measure(files, parents) if len(files) > 1 else None
+        matrix = measured.matrix if measured else None
         dropped = [arm for arm in parents if arm not in whole and _is_dropped(*runs[arm], step)]
-        if dropped and file == snapshot_of:
-            there = [arm for arm in parents if arm in kept or arm in dropped]
-            exact = [matrix for matrix in (found.get(step), before) if matrix]
-            joined = _joined(
-                runs, step, {arm: parents[arm] for arm in there}, exact, note, left_out
-            )
-            found |= {step: joined} if joined else {}
+        if dropped:
+            there = {arm: parents[arm] for arm in parents if arm in files or arm in dropped}
+            matrix = _joined(runs, step, there, [x for x in (matrix, before) if x], note) or matrix
+        if matrix is not None and leave_out:
+            matrix = replace(matrix, left_out=_left_out(runs, step, matrix, measured, before))
+        if matrix is not None:
+            found[step] = matrix
     return found
+
+
+def _whole(
+    runs: Runs, file: FileOf, step: int, arms: Iterable[str], note: Note
+) -> tuple[dict[str, Path], set[str]]:
+    """Return the files of a step that are as they were written, and whose arms add weights."""
+    whole = {}
+    for arm in arms:
+        paths, manifest = runs[arm]
+        path = file(paths, manifest, step)
+        if paths.name_of(path) in manifest.dropped:
+            continue
+        wrong = file_damage(paths, manifest, path)
+        if wrong:
+            note(arm, f"{path}: {wrong}")
+        else:
+            whole[arm] = path
+    return whole, {arm for arm in whole if touches(runs[arm][1].diff, CHANGES_WEIGHTS)}
 
 
 def _left_out(
-    runs: Mapping[str, tuple[RunPaths, Manifest]],
+    runs: Runs,
     step: int,
-    parents: Mapping[str, str],
+    matrix: DistanceMatrix,
+    measured: "_Measured | None",
     before: DistanceMatrix | None,
-) -> Mapping[str, Ranges] | None:
-    """Return the values that noise moves, as they are on record while the controls are the same."""
-    controls = {arm for arm in parents if arm == BASELINE or runs[arm][1].role == "nudge"}
-    if before and all(before.parents.get(arm) == parents[arm] for arm in controls):
-        return before.left_out
-    found = noise_moved_at(runs, step)
-    if found is None:  # what was dropped can't be asked again
-        return before.left_out if before else None
-    return found
+) -> LeftOut | None:
+    """Return what noise moves, with the distances of it and of the rest; None if nobody can say.
+
+    A distance is exact where it was measured, now or before, and else the sketches'.
+    """
+    found = noise_moved_at(runs, step, matrix)
+    known = before.left_out if before else None
+    same = {arm for arm in matrix.arms if before and before.parents.get(arm) == matrix.parents[arm]}
+    if found is None and known is not None and {*known.asked} <= same:
+        found = known.asked, dict(known.values)
+    if found is None:
+        return None
+    asked, values = found
+    if not values:
+        return LeftOut(asked=asked, values={})
+    exact = measured.parted(values) if measured else {}
+    rows = {(arm, arm): (0.0, 0.0) for arm in matrix.arms}
+    for one, other in combinations(matrix.arms, 2):
+        both = exact.get((one, other))
+        if both is None and before and known and known.values == values and {one, other} <= same:
+            both = _parted_before(before, one, other)
+        if both is None:
+            both = _parted_by_sketch(runs, step, values, one, other)
+        rows[one, other] = rows[other, one] = both
+    kept, left = (
+        tuple(tuple(rows[one, other][i] for other in matrix.arms) for one in matrix.arms)
+        for i in (0, 1)
+    )
+    return LeftOut(asked=asked, values=values, kept_rows=kept, left_rows=left)
+
+
+def _parted_before(before: DistanceMatrix, one: str, other: str) -> tuple[float, float] | None:
+    kept, left = before.kept_between(one, other), before.left_between(one, other)
+    return None if kept is None or left is None else (kept, left)
+
+
+def _parted_by_sketch(
+    runs: Runs, step: int, values: Mapping[str, Ranges], one: str, other: str
+) -> tuple[float, float]:
+    try:
+        sketches = [sketched_weights(*runs[arm], step) for arm in (one, other)]
+        own, others = (found for found in sketches if found)
+        return own.parted_distance(others, values)
+    except ValueError:  # what is missing or damaged was told of with the distance of all
+        return math.nan, math.nan
 
 
 def _is_dropped(paths: RunPaths, manifest: Manifest, step: int) -> bool:
@@ -138,22 +199,19 @@ def _is_dropped(paths: RunPaths, manifest: Manifest, step: int) -> bool:
 
 
 def _joined(
-    runs: Mapping[str, tuple[RunPaths, Manifest]],
+    runs: Runs,
     step: int,
     parents: Mapping[str, str],
     exact: Sequence[DistanceMatrix],
-    note: Callable[[str, str], None],
-    left_out: Mapping[str, Ranges] | None,
+    note: Note,
 ) -> DistanceMatrix | None:
     """Return the distances that are known or were measured, and by sketch those that can't be.
 
-    None if a sketch is missing that one of them needs. A sketch is of all weights.
+    None if a sketch is missing that one of them needs.
     """
-    exact = [matrix for matrix in exact if matrix.left_out == left_out]
     sketches: dict[str, SketchedWeights] = {}
     norms: dict[str, float] = {}
     rows = {arm: dict.fromkeys(parents, 0.0) for arm in parents}
-    kept_rows = {arm: dict.fromkeys(parents, 0.0) for arm in parents}
     sketched = []
     try:
         for arm in parents:
@@ -166,42 +224,29 @@ def _joined(
                 arm: matrix.norms[arm] for arm in parents if matrix.parents.get(arm) == parents[arm]
             }
         for one, other in combinations(parents, 2):
-            both = _exact_distances(exact, parents, one, other)
-            if both is None:
-                both = sketches[one].distance(sketches[other]), math.nan
+            value = _exact_distance(exact, parents, one, other)
+            if value is None:
+                value = sketches[one].distance(sketches[other])
                 sketched.append((one, other))
-            for a, b in ((one, other), (other, one)):
-                rows[a][b], kept_rows[a][b] = both
+            rows[one][other] = rows[other][one] = value
     except ValueError as error:
         note(next(iter(parents)), f"no distances at step {step}: {error}")
         return None
-    tables = [tuple(tuple(of[arm].values()) for arm in parents) for of in (rows, kept_rows)]
-    return DistanceMatrix(
-        parents=parents,
-        norms=norms,
-        rows=tables[0],
-        sketched=tuple(sketched),
-        left_out=left_out,
-        kept_rows=tables[1] if left_out else (),
-    )
+    table = tuple(tuple(rows[arm].values()) for arm in parents)
+    return DistanceMatrix(parents=parents, norms=norms, rows=table, sketched=tuple(sketched))
 
 
-def _exact_distances(
+def _exact_distance(
     exact: Sequence[DistanceMatrix], parents: Mapping[str, str], one: str, other: str
-) -> tuple[float, float] | None:
-    """Return the distance of two arms of all weights, and of those that are not left out."""
+) -> float | None:
     for matrix in exact:
         same = all(matrix.parents.get(arm) == parents[arm] for arm in (one, other))
         if same and (one, other) not in matrix.sketched and (other, one) not in matrix.sketched:
-            of_all, of_kept = matrix.between(one, other), matrix.kept_between(one, other)
-            if of_all is not None and of_kept is not None:
-                return of_all, of_kept
+            return matrix.between(one, other)
     return None
 
 
-def _parents(
-    runs: Mapping[str, tuple[RunPaths, Manifest]], file: FileOf
-) -> dict[int, dict[str, str]]:
+def _parents(runs: Runs, file: FileOf) -> dict[int, dict[str, str]]:
     """Return by step the checksum of each arm's file, where at least two arms list one."""
     by_step: dict[int, dict[str, str]] = {}
     for arm, (paths, manifest) in runs.items():
@@ -213,9 +258,7 @@ def _parents(
     return {step: by_step[step] for step in sorted(by_step) if len(by_step[step]) > 1}
 
 
-def _alike(
-    files: Mapping[str, Path], larger: Collection[str], note: Callable[[str, str], None]
-) -> dict[str, Path]:
+def _alike(files: Mapping[str, Path], larger: Collection[str], note: Note) -> dict[str, Path]:
     """Return the files that hold the tensors that the first one holds; the `larger` arms' may more.
 
     The first is none of these, if there is another.
@@ -238,72 +281,81 @@ def _shapes(opened: Weights) -> dict[str, tuple[int, ...]]:
     return {name: opened.shapes[name] for name in sorted(opened) if kinds[name].is_floating_point}
 
 
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The distances between files, and what it takes to part them."""
+
+    matrix: DistanceMatrix
+    places: Mapping[str, int]
+    """Which of the distinct files an arm's is."""
+    rest: Tensor
+    """The distances of all weights but vectors, `(files, files)`."""
+    vectors: Mapping[str, Tensor]
+    """By name `(files, values)`."""
+
+    def parted(self, left_out: Mapping[str, Ranges]) -> dict[tuple[str, str], tuple[float, float]]:
+        """Return by pair the distance of all but the values in `left_out`, and that of these."""
+        left, kept = [], []
+        for name, values in self.vectors.items():
+            is_left = torch.zeros(values.shape[1], dtype=torch.bool)
+            for begin, end in left_out.get(name, ()):
+                is_left[begin:end] = True
+            left.append(values[:, is_left])
+            kept.append(values[:, ~is_left])
+        count = len(self.rest)
+        of_left = pairwise_l2(left, count)[1]
+        of_kept = _joint(self.rest, pairwise_l2(kept, count)[1])
+        return {
+            (a, b): (of_kept[i, j].item(), of_left[i, j].item())
+            for a, i in self.places.items()
+            for b, j in self.places.items()
+        }
+
+
 def _measure(
-    files: Mapping[str, Path],
-    parents: Mapping[str, str],
-    left_out: Mapping[str, Ranges] | None,
-    *,
-    root_mean: bool,
-) -> DistanceMatrix:
+    files: Mapping[str, Path], parents: Mapping[str, str], *, root_mean: bool = False
+) -> _Measured:
+    parents = {arm: parents[arm] for arm in files}
     # one file for all arms with the same bits
     distinct = {parents[arm]: path for arm, path in files.items()}
     order = {checksum: i for i, checksum in enumerate(distinct)}
     opened = [open_snapshot(path) for path in distinct.values()]
     shapes = _shapes(opened[0])
-    norms, kept = pairwise_l2(_parts(opened, shapes, left_out or {}), len(opened))
-    matrix = kept
-    if left_out:
-        others = (_ranged(opened, name, ranges) for name, ranges in left_out.items())
-        left_norms, left = pairwise_l2(others, len(opened))
-        norms, matrix = _joint(norms, left_norms), _joint(kept, left)
+    apart = [] if root_mean else vector_names(shapes)
+    vectors = {name: _stacked([file[name] for file in opened]) for name in apart}
+    others = {name: shape for name, shape in shapes.items() if name not in vectors}
+    rest_norms, rest = pairwise_l2(_parts(opened, others), len(opened))
+    vector_norms, of_vectors = pairwise_l2(vectors.values(), len(opened))
+    norms, rows = _joint(rest_norms, vector_norms), _joint(rest, of_vectors)
     values = sum(map(math.prod, shapes.values()))
     scale = math.sqrt(max(1, values)) if root_mean else 1.0
     places = {arm: order[checksum] for arm, checksum in parents.items()}
-
-    def rows_of(found: Tensor) -> tuple[tuple[float, ...], ...]:
-        rows = (found / scale).tolist()
-        return tuple(tuple(rows[i][j] for j in places.values()) for i in places.values())
-
-    return DistanceMatrix(
-        parents=dict(parents),
+    table = (rows / scale).tolist()
+    matrix = DistanceMatrix(
+        parents=parents,
         norms={arm: norms[place].item() / scale for arm, place in places.items()},
-        rows=rows_of(matrix),
-        left_out=left_out,
-        kept_rows=rows_of(kept) if left_out else (),
+        rows=tuple(tuple(table[i][j] for j in places.values()) for i in places.values()),
     )
+    return _Measured(matrix, places, rest, vectors)
 
 
 def _joint(one: Tensor, other: Tensor) -> Tensor:
-    """Return the lengths of vectors of which two parts have these lengths."""
-    # torch's own may differ in the last bit from one element to the next
-    pairs = zip(one.flatten().tolist(), other.flatten().tolist(), strict=True)
-    return torch.tensor([math.hypot(*pair) for pair in pairs], dtype=torch.float64).view_as(one)
+    """Return the lengths of vectors of which two parts have these lengths; NaN where one is."""
+    # correctly rounded: torch's `hypot` may differ in the last bit from one element to the next
+    return (one.square() + other.square()).sqrt()
 
 
-def _parts(
-    opened: Sequence[Weights],
-    shapes: Mapping[str, tuple[int, ...]],
-    left_out: Mapping[str, Ranges],
-) -> Iterator[Tensor]:
-    """Yield the values of all files in one order, `(files, values)` at a time, less `left_out`."""
+def _parts(opened: Sequence[Weights], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+    """Yield the values of all files in one order, `(files, values)` at a time."""
     for name, shape in shapes.items():
         if not shape:
             yield torch.stack([file[name].view(1).double() for file in opened])
-            continue
-        if name in left_out:
-            edges = [0, *(edge for pair in left_out[name] for edge in pair), *shape]
-            yield _ranged(opened, name, tuple(zip(edges[::2], edges[1::2], strict=True)))
             continue
         rows = max(1, _SLICE // max(1, math.prod(shape[1:])))
         for start in range(0, shape[0], rows):
             begin = start, *(0 for _ in shape[1:])
             sizes = min(rows, shape[0] - start), *shape[1:]
             yield _stacked([file.part(name, begin, sizes).flatten() for file in opened])
-
-
-def _ranged(opened: Sequence[Weights], name: str, ranges: Ranges) -> Tensor:
-    """Return the values of a vector in `ranges`, `(files, values)`."""
-    return _stacked([torch.cat([file[name][a:b] for a, b in ranges]) for file in opened])
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

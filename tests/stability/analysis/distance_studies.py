@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from stability.analysis.study_records import RecordedStudy, read_study
-from stability.records.distances import DistanceMatrix, SeedDistances, write_distances
+from stability.records.distances import DistanceMatrix, LeftOut, SeedDistances, write_distances
 from stability.records.manifest import Manifest, write_manifest
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import write_sealed
@@ -160,6 +160,8 @@ def distances_of(arms: Mapping[str, Part], seed: int) -> SeedDistances:
 
 def matrix(points: Mapping[str, np.ndarray], names: Mapping | None = None) -> DistanceMatrix:
     values = list(points.values())
+    nudges = [name for name in points if name.startswith("nudge")]
+    asked = ("baseline", *nudges) if nudges and "baseline" in points else ()
     return DistanceMatrix(
         parents={name: checksum(w) for name, w in (names or points).items()},
         norms={name: float(np.linalg.norm(w)) for name, w in points.items()},
@@ -167,4 +169,5 @@ def matrix(points: Mapping[str, np.ndarray], names: Mapping | None = None) -> Di
             tuple(0.0 if one is two else float(np.linalg.norm(one - two)) for two in values)
             for one in values
         ),
+        left_out=LeftOut(asked=asked, values={}) if asked else None,
     )

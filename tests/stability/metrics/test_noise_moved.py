@@ -1,13 +1,17 @@
 """Which values of a vector noise moves: a walk that a nudge does not repeat, and nothing else."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stability.metrics.noise_moved import BLOCK, noise_moved
+from stability.metrics import noise_moved as module
+from stability.metrics.noise_moved import vector_names
 
-PART = 0.1
+BLOCK = 16
+noise_moved = partial(module.noise_moved, part=0.3, least=0.0, block=BLOCK)
 
 
 def _drawn(seed, *shape):
@@ -36,7 +40,7 @@ def test_the_blocks_that_walk_are_found_and_no_others(blocks, short, nudges, see
     ]
     start, way = _drawn(seed, size), 0.03 * _drawn(seed + 1, size)
     runs = [_trained(start, way, seed + 2 + i, noise=noise) for i in range(1 + nudges)]
-    found = noise_moved(runs[0], runs[1:], PART)
+    found = noise_moved(runs[0], runs[1:])
     left_out = {i for begin, end in found.get("v", ()) for i in range(begin, end)}
     assert left_out == {i for begin, end in noise for i in range(begin, end)}
     # ranges that meet are one
@@ -49,15 +53,14 @@ def test_a_nudge_is_asked_how_it_went_not_where_it_began():
     """One of many ULPs, or of weights of another size, may begin further away than a run goes."""
     start, way = torch.ones(BLOCK), torch.full((BLOCK,), 1e-3)
     nudge = {"v": start + 5e-3}, {"v": start + 5e-3 + way}
-    assert noise_moved(({"v": start}, {"v": start + way}), [nudge], PART) == {}
+    assert noise_moved(({"v": start}, {"v": start + way}), [nudge]) == {}
 
 
 def test_what_does_not_move_in_the_baseline_is_kept():
     """A candidate that trains a frozen bias has done so by no noise."""
     still = {"v": torch.ones(BLOCK)}
     assert (
-        noise_moved((still, still), [({"v": torch.ones(BLOCK)}, {"v": torch.zeros(BLOCK)})], PART)
-        == {}
+        noise_moved((still, still), [({"v": torch.ones(BLOCK)}, {"v": torch.zeros(BLOCK)})]) == {}
     )
 
 
@@ -69,10 +72,10 @@ def test_what_is_not_finite_is_kept(value, whose):
         name: _trained(start, start, i, noise=[(0, size)])
         for i, name in enumerate(("baseline", "nudge"))
     }
-    assert noise_moved(runs["baseline"], [runs["nudge"]], PART) == {"v": ((0, size),)}
+    assert noise_moved(runs["baseline"], [runs["nudge"]]) == {"v": ((0, size),)}
     runs[whose][1]["v"][3] = value
-    kept_too = noise_moved(runs["baseline"], [runs["nudge"]], PART)
-    if whose == "nudge" and value == float("inf"):
+    kept_too = noise_moved(runs["baseline"], [runs["nudge"]])
+    if (whose, value) == ("nudge", float("inf")):
         # a nudge that is lost says no less that noise decides there
         assert kept_too == {"v": ((0, size),)}
     else:
@@ -80,14 +83,14 @@ def test_what_is_not_finite_is_kept(value, whose):
 
 
 def test_without_a_nudge_nothing_is_known_to_be_noise():
-    assert noise_moved(_trained(torch.zeros(9), torch.zeros(9), 0, noise=[(0, 9)]), [], PART) == {}
+    assert noise_moved(_trained(torch.zeros(9), torch.zeros(9), 0, noise=[(0, 9)]), []) == {}
 
 
 def test_a_vector_that_a_run_lacks_is_kept():
     runs = [_trained(torch.zeros(9), torch.zeros(9), seed, noise=[(0, 9)]) for seed in (0, 1)]
     other = {"v": torch.zeros(4)}, {"v": torch.ones(4)}
-    assert noise_moved(runs[0], [runs[1], other], PART) == {}
-    assert noise_moved(runs[0], [runs[1], ({}, {})], PART) == {}
+    assert noise_moved(runs[0], [runs[1], other]) == {}
+    assert noise_moved(runs[0], [runs[1], ({}, {})]) == {}
 
 
 def test_low_precision_is_widened_before_ways_are_compared():
@@ -95,5 +98,28 @@ def test_low_precision_is_widened_before_ways_are_compared():
     start = torch.full((BLOCK,), 1.0, dtype=torch.bfloat16)
     baseline = {"v": start}, {"v": start + 2**-7}
     nudge = {"v": start}, {"v": start + 2**-6}
-    assert noise_moved(baseline, [nudge], PART) == {"v": ((0, BLOCK),)}
-    assert noise_moved(baseline, [nudge], 1.0) == {}
+    assert noise_moved(baseline, [nudge]) == {"v": ((0, BLOCK),)}
+    assert noise_moved(baseline, [nudge], part=1.0) == {}
+
+
+def test_what_rounding_moves_by_little_is_no_noise_that_matters():
+    """Without Adam a bias of keys hardly moves: it takes nothing from E, and is kept."""
+    start = torch.zeros(2 * BLOCK)
+    runs = [_trained(start, start, i, noise=[(0, 2 * BLOCK)]) for i in range(2)]
+    for _, end in runs:
+        end["v"][:BLOCK] *= 1e-6
+    assert noise_moved(runs[0], runs[1:], least=1e-4) == {"v": ((BLOCK, 2 * BLOCK),)}
+    assert noise_moved(runs[0], runs[1:], least=1.0) == {}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "names"),
+    [
+        ({"w": (64, 64), "b": (64,), "a": (8,), "scale": ()}, ["a", "b"]),
+        ({"w": (8, 8), "b": (8,)}, []),  # most of a model: matrices laid flat, or nothing else
+        ({"flat": (4096,)}, []),
+        ({}, []),
+    ],
+)
+def test_vectors_are_asked_unless_they_are_most_of_the_model(shapes, names):
+    assert vector_names(shapes) == names

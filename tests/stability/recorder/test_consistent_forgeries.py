@@ -149,11 +149,14 @@ def distances(study: Path) -> None:
 
 
 def left_out(study: Path) -> None:
+    """Name a vector in the end of an arm's distances, and leave all distances as they are."""
     path = StudyPaths(study).distances(0)
     content = read_sealed(path, "")
     for step in content["steps"]:
-        weights = step["weights"]
-        weights.update(left_out={"1": [[0, 0]]}, kept_rows=weights["rows"])
+        rows = step["weights"]["rows"]
+        none = [[0.0] * len(rows) for _ in rows]
+        forged = {"asked": ["baseline"], "values": {"no.bias": [[0, 3]]}}
+        step["weights"]["left_out"] = {**forged, "kept_rows": rows, "left_rows": none}
     write_sealed(path, content)
 
 
@@ -240,7 +243,7 @@ FORGED: dict[str, tuple[Forge, str]] = {
     "distances": (distances, "the distance of weights between"),
     "what is left out": (
         left_out,
-        "leaves out values ((0, 0),) of 1, by the files noise moves none",
+        "leaves out values 0 to 2 of no.bias, noise moves no values by the files",
     ),
 }
 

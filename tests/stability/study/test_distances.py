@@ -1,24 +1,19 @@
 """Distances between arms: right, with parents, measured again where a parent is another one."""
 
 import os
-from dataclasses import asdict
 
 import pytest
 import torch
 
 from stability.metrics.drift import drift
-from stability.metrics.pieces import pieces_of
-from stability.recorder.sketching import stored_sketch
 from stability.records.distances import read_distances, with_parents, write_distances
 from stability.records.manifest import read_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, StudyPaths
-from stability.records.protocol import Protocol
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import read_snapshot, write_snapshot
-from stability.records.weight_sketches import write_weight_sketch
 from stability.study.distances import update_distances
 
 ARMS = ("baseline", "rerun", "candidate")
@@ -211,160 +206,3 @@ def test_an_arm_whose_change_adds_weights_is_as_far_as_the_others_are(study):
         assert found.between(*pair) == before.between(*pair)
     _write(runs["candidate"], 1, {"wide.weight": torch.zeros(50, 40)})
     assert update_distances(folder, 0, runs, Notes()).weights[1].arms == ("baseline", "rerun")
-
-
-NOISY = (0, 16)
-"""Which values of the bias walk by signs, otherwise in each run."""
-
-
-def _walked(seed, step, shift=0.0):
-    """Return weights after `step` updates: runs go one way, but for a walk in part of a bias."""
-    dice = torch.Generator().manual_seed(seed)
-    state = {"wide.weight": torch.linspace(-1, 1, 2000).view(50, 40), "bias": torch.zeros(37)}
-    state = {name: x + 0.01 * step + shift for name, x in state.items()}
-    noise = 0.02 * torch.randn(step, 16, generator=dice).sign().sum(0)
-    state["bias"][slice(*NOISY)] = noise if step else 0.0
-    return state
-
-
-STATES = {"baseline": (1, 0.0), "reference": (2, 1e-4), "nudge": (3, 1e-5), "candidate": (4, 2e-4)}
-
-
-def _seed_of(folder, *arms):
-    """Write runs of some arms, with the states of steps 0 and 9."""
-    runs = {}
-    for arm in arms:
-        runs[arm] = RunPaths.for_run(folder, arm, 0)
-        for step in (0, 9):
-            number, shift = STATES[arm]
-            _write(runs[arm], step, _walked(number, step, shift if step else 0.0))
-        role = arm if arm in ("reference", "nudge", "baseline") else "candidate"
-        RunFiles(runs[arm], read_manifest(runs[arm].manifest)).update(role=role)
-    return runs
-
-
-def test_what_noise_moves_is_left_out_of_a_second_distance(tmp_path):
-    runs = _seed_of(tmp_path, *STATES)
-    matrix = update_distances(tmp_path, 0, runs, Notes()).weights[9]
-    assert matrix == read_distances(tmp_path, 0).weights[9]
-    assert (matrix.left_out, matrix.left_out_values) == ({"bias": (NOISY,)}, 16)
-    for one, other in (("candidate", "reference"), ("baseline", "nudge")):
-        a, b = (_walked(STATES[arm][0], 9, STATES[arm][1]) for arm in (one, other))
-        wide, bias = (a[name].double() - b[name].double() for name in ("wide.weight", "bias"))
-        kept, of_all = torch.cat([wide.flatten(), bias[16:]]), torch.cat([wide.flatten(), bias])
-        assert matrix.kept_between(one, other) == pytest.approx(kept.norm().item(), rel=1e-12)
-        assert matrix.between(one, other) == pytest.approx(of_all.norm().item(), rel=1e-12)
-        # the walk is most of it: what this is for
-        assert matrix.between(one, other) > 10 * matrix.kept_between(one, other)
-    assert matrix.kept_between("candidate", "nobody") is None
-    at_start = read_distances(tmp_path, 0).weights[0]
-    assert (at_start.left_out, at_start.kept_rows) == ({}, ())
-    assert at_start.kept_between("candidate", "baseline") == 0.0
-
-
-def test_no_candidate_changes_what_is_left_out(tmp_path):
-    """Not one that moves all of a bias, nor one that comes first."""
-    controls = _seed_of(tmp_path, "baseline", "reference", "nudge")
-    alone = update_distances(tmp_path, 0, controls, Notes()).weights[9]
-    assert alone.left_out == {"bias": (NOISY,)}
-    runs = _seed_of(tmp_path, *STATES)
-    _write(runs["candidate"], 9, {**_walked(4, 9), "bias": torch.full((37,), 5.0)})
-    later = update_distances(tmp_path, 0, runs, Notes()).weights[9]
-    assert later.left_out == alone.left_out
-    assert later.kept_between("candidate", "baseline") > 20, "what it did to the rest of the bias"
-    StudyPaths(tmp_path).distances(0).unlink()
-    first = {arm: runs[arm] for arm in ("candidate", "baseline")}
-    assert update_distances(tmp_path, 0, first, Notes()).weights[9].left_out == {}
-    assert update_distances(tmp_path, 0, runs, Notes()).weights[9] == later
-
-
-def test_distances_are_symmetric_to_the_bit_however_many_arms(tmp_path):
-    """A vector loop and what it leaves over may round otherwise."""
-    runs = _seed_of(tmp_path, "baseline", "nudge")
-    for i in range(9):
-        runs[f"arm_{i}"] = RunPaths.for_run(tmp_path, f"arm_{i}", 0)
-        _write(runs[f"arm_{i}"], 9, _walked(10 + i, 9, 1e-4 * (1 + i / 7)))
-    matrix = update_distances(tmp_path, 0, runs, Notes()).weights[9]
-    assert read_distances(tmp_path, 0).weights[9] == matrix
-    assert all(a == b for a, b in zip(matrix.rows, zip(*matrix.rows, strict=True), strict=True))
-
-
-def test_a_nudge_that_comes_later_is_asked_too(tmp_path):
-    runs = _seed_of(tmp_path, *STATES)
-    update_distances(tmp_path, 0, runs, Notes())
-    runs["nudge_b"] = RunPaths.for_run(tmp_path, "nudge_b", 0)
-    for step in (0, 9):
-        # elsewhere in all of the bias
-        turned = {**_walked(7, step), "bias": -0.01 * step * torch.ones(37)}
-        _write(runs["nudge_b"], step, turned)
-    RunFiles(runs["nudge_b"], read_manifest(runs["nudge_b"].manifest)).update(role="nudge")
-    assert update_distances(tmp_path, 0, runs, Notes()).weights[9].left_out == {"bias": ((0, 37),)}
-
-
-@pytest.mark.parametrize("lacking", ["start", "sealed"])
-def test_nothing_is_left_out_where_it_was_not_asked(tmp_path, lacking):
-    """The start is not on record; or the study was sealed before values were left out."""
-    runs = _seed_of(tmp_path, *STATES)
-    if lacking == "start":
-        runs["nudge"].snapshot(0).unlink()
-    else:
-        sealed = {"step": 0, "limit": 0.04, "settling": 10, "steps": [9]}
-        protocol = Protocol(
-            study="s", policy={}, arms={}, window=sealed, looks=[3], seeds=[0], base={}
-        )
-        write_sealed(StudyPaths(tmp_path).protocol, asdict(protocol))
-    matrix = update_distances(tmp_path, 0, runs, Notes()).weights[9]
-    assert (matrix.left_out, matrix.kept_rows) == (None, ())
-    for pair in (("candidate", "reference"), ("nudge", "baseline")):
-        assert matrix.kept_between(*pair) == matrix.between(*pair) > 0.1
-
-
-def test_a_record_of_before_stays_as_it_is_and_arms_are_added_to_it_alike(tmp_path):
-    """Or the seeds of one study would be judged by two rules."""
-    runs = _seed_of(tmp_path, *STATES)
-    controls = {arm: runs[arm] for arm in ("baseline", "reference", "nudge")}
-    update_distances(tmp_path, 0, controls, Notes())
-    path = StudyPaths(tmp_path).distances(0)
-    content = read_sealed(path, "")
-    for step in content["steps"]:
-        step["weights"].pop("left_out")
-        step["weights"].pop("kept_rows", None)
-    write_sealed(path, content)
-    assert update_distances(tmp_path, 0, controls, Notes()).weights[9].left_out is None
-    assert update_distances(tmp_path, 0, runs, Notes()).weights[9].left_out is None
-
-
-def test_once_the_nudges_are_dropped_what_is_on_record_stays_left_out(tmp_path):
-    """An arm that comes later is exact where snapshots are kept, and known by sketch elsewhere."""
-    runs = _seed_of(tmp_path, *STATES)
-    before = update_distances(tmp_path, 0, runs, Notes()).weights[9]
-    for arm in ("nudge", "candidate"):
-        number, shift = STATES[arm]
-        _sketch(runs[arm], _walked(number, 9, shift))
-        RunFiles(runs[arm], read_manifest(runs[arm].manifest)).drop([runs[arm].snapshot(9)])
-    for arm in ("baseline", "reference"):
-        _sketch(runs[arm], _walked(STATES[arm][0], 9, STATES[arm][1]))
-    runs["late"] = RunPaths.for_run(tmp_path, "late", 0)
-    for step in (0, 9):
-        _write(runs["late"], step, _walked(8, step, 3e-4))
-    _sketch(runs["late"], _walked(8, 9, 3e-4))
-    notes = Notes()
-    after = update_distances(tmp_path, 0, runs, notes).weights[9]
-    assert (notes, after.left_out) == ([], before.left_out)
-    assert read_distances(tmp_path, 0).weights[9].sketched == after.sketched
-    for pair in (("candidate", "reference"), ("baseline", "reference"), ("nudge", "baseline")):
-        assert after.kept_between(*pair) == before.kept_between(*pair)
-    a, b = _walked(8, 9, 3e-4), _walked(STATES["reference"][0], 9, STATES["reference"][1])
-    wide, bias = (a[name].double() - b[name].double() for name in ("wide.weight", "bias"))
-    expected = torch.cat([wide.flatten(), bias[16:]]).norm().item()
-    assert after.kept_between("late", "reference") == pytest.approx(expected, rel=1e-12)
-    assert {*after.sketched} == {("nudge", "late"), ("candidate", "late")}
-    assert after.kept_between("late", "nudge") is None
-    assert after.between("late", "nudge") > 0.1
-
-
-def _sketch(paths, state):
-    path = paths.sketch(9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_weight_sketch(path, stored_sketch(pieces_of(state)))
-    RunFiles(paths, read_manifest(paths.manifest)).add(path)

@@ -104,7 +104,8 @@ def test_a_protocol_holds_all_that_a_verdict_rests_on(study):
         "diff": {"precision": ["bf16-mixed", "32-true"]},
     }
     assert sealed.arms["flash"]["until"] == 6
-    rule = {"step": 0, "limit": 0.04, "settling": 10, "noise": 0.1}
+    noise = {"part": 0.3, "times": 3.0, "block": 16, "limit": 2.0}
+    rule = {"step": 0, "limit": 0.04, "settling": 10, "noise": noise}
     assert sealed.window == {**rule, "steps": [1, 2, 4]}
     assert (sealed.looks, sealed.seeds) == ([3, 5, 8, 12, 20], [0])
     assert sealed.base["train"]["steps"] == 6
@@ -261,9 +262,9 @@ def test_another_rule_of_the_window_is_told(study, monkeypatch):
     assert changes == ["window.settling is 5, was sealed as 10"]
 
 
-def test_another_part_of_its_way_from_which_a_value_is_noise_is_told(study, monkeypatch):
-    monkeypatch.setattr(protocol_check, "NOISE", 0.5)
-    assert _changes(study) == ["window.noise is 0.5, was sealed as 0.1"]
+def test_another_rule_of_what_is_left_out_is_told(study, monkeypatch):
+    monkeypatch.setitem(protocol_check.RULE, "part", 0.5)
+    assert _changes(study) == ["window.noise.part is 0.5, was sealed as 0.3"]
     # sealed before anything was left out: nothing is left out of it today either
     content = read_sealed(StudyPaths(study).protocol, "")
     del content["window"]["noise"]
