@@ -397,7 +397,7 @@ def _of_declared(question: _Question) -> str:
     if arm is None or all(axis in REFERENCE_AXES for axis in axes_of(arm.diff)):
         return ""
     changed = ", ".join(arm.diff)
-    return f" That {arm.name}, which changes {changed}, is more exact is declared, not checked."
+    return f" {arm.name} changes {changed}: that this is more exact is declared, not checked."
 
 
 def _of_reruns(question: _Question) -> str:

@@ -32,5 +32,5 @@ def test_a_reference_of_a_flag_is_said_to_be_declared(tmp_path):
     arms = parts(candidate=candidate())
     assert "declared" not in _of(write_study(tmp_path / "known", arms)).sentence
     arms["reference"] = replace(arms["reference"], axis="flags.bf16")
-    said = "That reference, which changes flags.bf16, is more exact is declared, not checked."
+    said = "reference changes flags.bf16: that this is more exact is declared, not checked."
     assert said in _of(write_study(tmp_path / "flag", arms)).sentence
