@@ -381,14 +381,14 @@ def _sentence(
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
     said += sentence_of_left_out(question.weights, apart)
-    said += _of_declared(question) + _of_reruns(question) + _of_repetitions(question)
+    said += _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):
         said += f" Its predictions are {three_figures(in_predictions)} times as far."
     for what, test in tests.items():
         if what == "weights" or question.predictions:
             said += f" By its {what} it {test.sentence}."
-    return said
+    return said + _of_declared(question)
 
 
 def _of_declared(question: _Question) -> str:

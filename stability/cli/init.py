@@ -3,7 +3,8 @@
 import re
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +29,18 @@ _OF_ATTENTION = """\
   # of an attention only the same one with a planted fault counts, and both need a probe:
   # fa2: {attention: flash:fa2, probe: &looked {candidate: flash:fa2, every: 2, gradient_every: 1}}
   # broken: {attention: flash:fa2+out_gain_1pct, probe: *looked}
+"""
+_SEEDED = (
+    "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
+    "another seed makes another run"
+)
+_SEEDS_ITSELF = (
+    "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
+    "seeds: give it the seed that it takes, as in `-- python train.py --seed 0`, to a new file"
+)
+_ONE_SEED = """\
+# a verdict needs 3 seeds, and the command seeds itself: put {seed} where it takes one, as in
+# `command: python train.py --seed {seed} {flags}`, and make these [0, 1, 2]
 """
 
 
@@ -70,7 +83,7 @@ def init(
             "init: a command must follow --, as in `-- python train.py`, or --template "
             f"one of {', '.join(get_args(Template))}"
         )
-    given, notes = _with_seed(words)
+    given, has_seed = _with_seed(words)
     training = command_training(given, env or {})
     from stability.recorder.held_out import NONE_SEEN  # heavy from here on
     from stability.recorder.launch import Asked
@@ -78,15 +91,29 @@ def init(
     from stability.study.foreign_plan import plan_run
 
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
-        asked = Asked(seed=0, steps=TRIAL)
-        run = plan_run(
-            Path(folder), "trial", "baseline", 0, training, asked=asked, words=given, env=env
-        )
+        runs = [
+            partial(
+                plan_run,
+                Path(folder),
+                "trial",
+                "baseline",
+                seed,
+                training,
+                asked=Asked(seed=seed, steps=TRIAL),
+                words=given,
+                env=env,
+            )
+            for seed in (0, 1)
+        ]
         try:
-            found = record_command(run).resolved
+            found = record_command(runs[0]()).resolved
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
+        notes, is_seeded = [], has_seed
+        if not has_seed:
+            is_seeded = _is_seeded(lambda: record_command(runs[1]()))
+            notes = [_SEEDED if is_seeded else _SEEDS_ITSELF]
     trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
     notes += [note.replace(NONE_SEEN, trial) for note in found["notes"]]
     models = ", ".join(found["models"]) or "no module"
@@ -94,7 +121,7 @@ def init(
     for note in notes:
         print_line(f"  {note}")
     make_folders(to.parent)
-    write_text(to, study_text(name, given, env or {}, steps))
+    write_text(to, study_text(name, given, env or {}, steps, is_seeded=is_seeded))
     if masked_words(given) != given or masked_values(env or {}) != (env or {}):
         print_line(
             f"{to}: holds a password or key as it was given; records do not, and a variable of the "
@@ -122,8 +149,22 @@ def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> No
         check_name(name, Place(source="init: name"), ())
 
 
-def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int) -> str:
-    """Return the YAML of a study of the command `words`."""
+def _is_seeded(record: Callable[[], object]) -> bool:
+    """Whether the command, given another seed beforehand, is another run."""
+    from stability.study.foreign import RunFailedError  # heavy
+    from stability.study.foreign_checks import SAME_RUN
+
+    try:
+        record()
+    except RunFailedError as error:
+        return SAME_RUN not in str(error)
+    return True
+
+
+def study_text(
+    name: str, words: Sequence[str], env: dict[str, str], steps: int, *, is_seeded: bool = True
+) -> str:
+    """Return the YAML of a study of the command `words`; `is_seeded`: whether seeds differ."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -137,7 +178,7 @@ def study_text(name: str, words: Sequence[str], env: dict[str, str], steps: int)
     end = end_of_program(words)
     flags = split_flags(words[end:])
     place = _place([own for flag, _, own in flags if not flag.startswith(PLACE)])
-    seeds = "[0, 1, 2]" if any("{seed}" in word for word in words) else "[0]"
+    seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"
     names = [flag for flag, _, _ in flags]
     fixed, rest = list(words[:end]), {}
     for flag, values, own in flags:
@@ -184,7 +225,7 @@ arms:
   nudge:
     nudge: {{ulps: 1}}
 
-seeds: {seeds}
+seeds: {seeds.rstrip()}
 """
 
 
@@ -201,25 +242,22 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return split_command(words)
 
 
-def _with_seed(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the command with its seed in braces, and what there is to say of it."""
+def _with_seed(words: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the command with its seed in braces, and whether it has one."""
     given = list(words)
     if any("{seed}" in word for word in given):
-        return given, []
+        return given, True
     for index, word in enumerate(given):
         name, equals, value = word.lstrip("-").partition("=")
         if name != "seed":
             continue
         if equals and value.isdigit():
             given[index] = f"{word.partition('=')[0]}={{seed}}"
-            return given, []
+            return given, True
         if index + 1 < len(given) and given[index + 1].isdigit():
             given[index + 1] = "{seed}"
-            return given, []
-    return given, [
-        "the command takes no seed that was found: Python, NumPy and torch are seeded before it; "
-        "put {seed} where it is to be"
-    ]
+            return given, True
+    return given, False
 
 
 def _place(flags: Sequence[Sequence[str]]) -> str:

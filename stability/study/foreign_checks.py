@@ -25,6 +25,7 @@ from stability.study.rerun_notes import UNSEEDED
 from stability.study.worktree import repository, sources_outside
 
 __all__ = [
+    "SAME_RUN",
     "check_attention",
     "check_end",
     "check_final",
@@ -33,6 +34,9 @@ __all__ = [
     "check_seeds",
     "check_sources",
 ]
+
+SAME_RUN = "must be another run than seed"
+"""What is said of two seeds that make one run."""
 
 
 def check_end(run: ForeignRun, spooled: Spooled) -> None:
@@ -117,8 +121,7 @@ def check_final(
         manifest = read_manifest(other.manifest)
         if manifest.state in ENDED and manifest.hashes.get("final_weights") == final():
             raise ValueError(
-                f"seed {run.seed} must be another run than seed {other.seed}, ends in the same "
-                f"weights: {advice}"
+                f"seed {run.seed} {SAME_RUN} {other.seed}, ends in the same weights: {advice}"
             )
 
 
@@ -134,6 +137,6 @@ def check_seeds(run: ForeignRun, spooled: Spooled) -> None:
         batches = read_text(other.metrics, BATCH_HASH)
         if own and own[-1] and batches.get(len(own)) == own[-1]:
             raise ValueError(
-                f"seed {run.seed} must be another run than seed {other.seed}, has the same start "
+                f"seed {run.seed} {SAME_RUN} {other.seed}, has the same start "
                 "and the same batches: the command does not take its seed; put {seed} into it"
             )

@@ -41,11 +41,28 @@ def test_a_command_without_a_seed_is_told(
     monkeypatch.chdir(tmp_path)
     assert code_of("init", "--", *PLAIN) == 0
     said = capsys.readouterr().out
-    assert "the command takes no seed that was found" in said
+    assert "the command seeds itself: given another seed beforehand it is the same run" in said
+    assert "to a new file" in said
+    assert load_command_study(tmp_path / "study.yaml").seeds == (0,)
     assert (
         "no held-out loss: no call of the model in evaluation mode (`model.eval()`) and without "
         "gradients was seen in 2 updates (later ones are found in the runs); name a func"
     ) in said
+
+
+def test_a_command_that_takes_the_seed_it_is_given_beforehand_has_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = (SCRIPTS / "plain.py").read_text()
+    seeding = "torch.manual_seed(asked.seed)"
+    assert seeding in source
+    (tmp_path / "train.py").write_text(source.replace(seeding, "pass"))
+    assert code_of("init", "--", sys.executable, "train.py") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "takes no seed that was found" in said
+    assert "another seed makes another run" in said
+    assert load_command_study(tmp_path / "study.yaml").seeds == (0, 1, 2)
 
 
 def test_what_is_no_training_writes_nothing(
@@ -62,10 +79,11 @@ def test_what_is_no_training_writes_nothing(
 def test_flags_that_were_assigned_stay_so_and_one_seed_is_no_three(tmp_path: Path) -> None:
     path = tmp_path / "study.yaml"
     words = ["python", "train.py", "config.py", "--lr=1e-3", "--compile=False"]
-    path.write_text(study_text("mine", words, {}, 7))
+    path.write_text(study_text("mine", words, {}, 7, is_seeded=False))
     study = load_command_study(path)
     assert study.base.words() == words
     assert study.seeds == (0,)
+    assert "a verdict needs 3 seeds, and the command seeds itself: put {seed}" in path.read_text()
     edited = path.read_text().replace("compile: 'False'", "compile: true")
     path.write_text(edited.replace('compile: "False"', "compile: true"))
     assert load_command_study(path).base.words()[-1] == "--compile=True"
