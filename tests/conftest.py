@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,16 @@ from stability.study.train_run import TrainOptions
 # no test is timed: a machine that is busy for half a second is no failure
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Remove what tests wrote once all have passed: gigabytes, which pytest would keep.
+
+    Not test by test: a module that one imported from its folder is looked up by later ones.
+    """
+    config = session.config
+    if exitstatus == 0 and not hasattr(config, "workerinput") and config.option.basetemp is None:
+        shutil.rmtree(config._tmp_path_factory.getbasetemp(), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

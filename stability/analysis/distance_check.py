@@ -6,7 +6,7 @@ so here. Leaves out how they are measured (`study.distances`).
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,14 +91,11 @@ def _wrong(
         return ""  # damage is told of by its pair
     own, others = (read_snapshot(path) for path in files)
     is_same = matrix.parents[arms[0]] == matrix.parents[arms[1]]
-    apart = {} if is_same else _apart(own, others)
-    count = sum(x.numel() for x in apart.values()) if is_mean else 1
-    for what, tells, part in (
-        ("", told, apart.values()),
-        (KEPT, matrix.kept_between(*arms), _kept_of(apart, matrix)),
-        (LEFT, matrix.left_between(*arms), _left_of(apart, matrix)),
-    ):
-        value = _length(part) / math.sqrt(max(1, count))
+    lengths = (0.0, 0.0, 0.0) if is_same else _lengths(own, others, matrix)
+    count = sum(x.numel() for x in own.values() if x.is_floating_point()) if is_mean else 1
+    tells_of = told, matrix.kept_between(*arms), matrix.left_between(*arms)
+    for what, tells, length in zip(("", KEPT, LEFT), tells_of, lengths, strict=True):
+        value = length / math.sqrt(max(1, count))
         if tells is None or (math.isnan(tells) and math.isnan(value)):
             continue
         if not math.isclose(tells, value, rel_tol=TOLERANCE):
@@ -121,6 +118,8 @@ def _otherwise_left_out(study: RecordedStudy, seed: int, matrix: DistanceMatrix,
         for arm in study.arms
         if (run := arm.runs[seed]).manifest is not None
     }
+    if any(arm.role == "nudge" and arm.name not in matrix.arms for arm in study.arms):
+        return ""  # a nudge is refused, or has come since, which is told of by its pair
     found = noise_moved_at(runs, step, matrix)
     if found is None:
         return ""
@@ -131,10 +130,7 @@ def _otherwise_left_out(study: RecordedStudy, seed: int, matrix: DistanceMatrix,
     name = next(iter(names), "")
     moved = _ranges(found[1].get(name, ()))
     where = f"of {name}, noise moves {moved} by the files" if name else ""
-    return (
-        f"at step {step} leaves out {_ranges(told.get(name, ()))} {where or 'and was not asked'}; "
-        "`stability run` measures it anew once this file is removed"
-    )
+    return f"at step {step} leaves out {_ranges(told.get(name, ()))} {where or 'and was not asked'}"
 
 
 def _ranges(found: Sequence[tuple[int, int]]) -> str:
@@ -168,27 +164,18 @@ def _not_as_sketched(
     return ""
 
 
-def _apart(a: "dict[str, Tensor]", b: "dict[str, Tensor]") -> "dict[str, Tensor]":
-    names = [name for name, x in a.items() if x.is_floating_point() and name in b]
-    return {name: a[name].double() - b[name].double() for name in names}
-
-
-def _left_of(apart: "Mapping[str, Tensor]", matrix: DistanceMatrix) -> "Iterator[Tensor]":
-    values = matrix.left_out.values if matrix.left_out else {}
-    for name, ranges in values.items():
-        # files with the same bits are apart in nothing
-        if name in apart:
-            yield from (apart[name][begin:end] for begin, end in ranges)
-
-
-def _kept_of(apart: "Mapping[str, Tensor]", matrix: DistanceMatrix) -> "Iterator[Tensor]":
-    values = matrix.left_out.values if matrix.left_out else {}
-    for name, x in apart.items():
-        kept = x.clone()
-        for begin, end in values.get(name, ()):
-            kept[begin:end] = 0
-        yield kept
-
-
-def _length(parts: "Iterable[Tensor]") -> float:
-    return math.sqrt(math.fsum(float(x.square().sum()) for x in parts))
+def _lengths(
+    a: "dict[str, Tensor]", b: "dict[str, Tensor]", matrix: DistanceMatrix
+) -> tuple[float, float, float]:
+    """Return the distance of two states, less what `matrix` leaves out, and of that alone."""
+    left_out = matrix.left_out.values if matrix.left_out else {}
+    squares: list[list[float]] = [[], [], []]
+    for name in (name for name, x in a.items() if x.is_floating_point() and name in b):
+        apart = a[name].double() - b[name].double()
+        squares[0].append(float(apart.square().sum()))
+        for begin, end in left_out.get(name, ()):
+            squares[2].append(float(apart[begin:end].square().sum()))
+            apart[begin:end] = 0
+        squares[1].append(float(apart.square().sum()) if name in left_out else squares[0][-1])
+    whole, kept, left = (math.sqrt(math.fsum(each)) for each in squares)
+    return whole, kept, left

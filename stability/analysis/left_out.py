@@ -7,16 +7,20 @@ that the limit is wider. Leaves out the rule's arithmetic (`metrics.noise_moved`
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stability.analysis.excess import Excess, excess_over_seeds
 from stability.analysis.number_text import bounds, three_figures
+from stability.analysis.sequential import LOOKS
 from stability.analysis.sketch_check import sketched_weights
 from stability.config.schema import BASELINE
+from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix
 from stability.records.manifest import Manifest
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, StudyPaths
+from stability.records.protocol import leaves_out
 from stability.records.run_files import file_damage, snapshot_of
 
 if TYPE_CHECKING:
@@ -24,11 +28,20 @@ if TYPE_CHECKING:
 
     from stability.metrics.noise_moved import Ranges
 
-__all__ = ["RULE", "excess_of_left_out", "noise_moved_at", "sentence_of_left_out"]
+__all__ = [
+    "RULE",
+    "excess_of_left_out",
+    "judges_all",
+    "limit_of_left_out",
+    "noise_moved_at",
+    "sentence_of_left_out",
+    "why_unasked",
+]
 
 RULE = {"part": 0.3, "times": 3.0, "block": 16, "limit": 2.0}
 """Values are left out in blocks of `block` that nudges send elsewhere by more than a `part` of
-their way, and `times` as far as an average weight. Of them alone E may be up to `limit`."""
+their way, and `times` as far as an average weight. Of them alone E may be up to `limit`, or up to
+the policy's where that is wider."""
 
 Runs = Mapping[str, tuple[RunPaths, Manifest]]
 """A seed's runs by arm."""
@@ -90,34 +103,78 @@ def _values(paths: RunPaths, manifest: Manifest) -> int:
     """Return how many weights a run has, by its snapshot of step 0; 0 if that is not there."""
     from stability.records.weight_files import open_snapshot  # heavy: torch
 
-    path = snapshot_of(paths, manifest, 0)
-    if not path.exists():
+    try:
+        opened = open_snapshot(snapshot_of(paths, manifest, 0))
+    except ValueError:  # it is missing, or damaged, which is told of elsewhere
         return 0
-    opened = open_snapshot(path)
     kinds = opened.dtypes
     return sum(math.prod(x) for name, x in opened.shapes.items() if kinds[name].is_floating_point)
 
 
+def limit_of_left_out(policy: PolicyConfig) -> float:
+    """Return the largest E that what is left out may have."""
+    return max(RULE["limit"], policy.max_excess)
+
+
+def judges_all(folder: Path, weights: Mapping[int, DistanceMatrix], seeds: Sequence[int]) -> bool:
+    """Whether E of a study is of all weights: not all seeds can be judged without any.
+
+    `weights` are the distances at the judged step, by seed. Runs that were recorded one by one,
+    perhaps by two versions, or adopted without a start, may not have been asked. Where values are
+    left out in less seeds than a look has, no interval says what became of them.
+    """
+    if not StudyPaths(folder).protocol.exists() and any(
+        matrix.left_out is None for matrix in weights.values()
+    ):
+        return True
+    found = [seed for seed, x in weights.items() if x.left_out and x.left_out.values]
+    return len(found) < min(LOOKS[0], len(seeds))
+
+
+def why_unasked(
+    folder: Path, step: int, weights: Mapping[int, DistanceMatrix]
+) -> tuple[str, str] | tuple[()]:
+    """Return why seeds of a sealed study are not judged by its rule, and what to do; or nothing."""
+    if not StudyPaths(folder).protocol.exists():
+        return ()
+    rule = leaves_out(folder)
+    other = [seed for seed, matrix in weights.items() if (matrix.left_out is not None) != rule]
+    if not other:
+        return ()
+    if not rule:
+        return (
+            f"values are left out at step {step} with seed {other[0]}, which the protocol does not "
+            "know"
+        ), "remove `distances` and run `stability run`"
+    return (
+        f"what noise moves is not known at step {step} with seed {other[0]}: a nudge has no "
+        "weights there, or their vectors are not on record"
+    ), "run `stability run`, which asks again; where a nudge is lost, name an earlier step"
+
+
 def excess_of_left_out(
-    weights: Mapping[int, DistanceMatrix], arm: str, reference: str, alpha: float
+    weights: Mapping[int, DistanceMatrix], arm: str, reference: str, limit: float, alpha: float
 ) -> Excess | None:
     """Return the excess of what is left out, over the seeds in which anything is; None if nothing.
 
-    `weights` are the distances at the judged step, by seed. A seed in which the arm or the baseline
-    is the reference's there says nothing of noise, and is not counted.
+    `weights` are the distances at the judged step, by seed; `limit` and `alpha` are as of
+    `excess_over_seeds`. A seed in which the arm or the baseline is the reference's there says
+    nothing of noise, and is not counted.
     """
     found = {}
     for seed, matrix in weights.items():
         own, unit = (matrix.left_between(x, reference) for x in (arm, BASELINE))
         if own and unit and math.isfinite(own / unit):
             found[seed] = own / unit
-    return excess_over_seeds(found, RULE["limit"], alpha) if found else None
+    return excess_over_seeds(found, limit, alpha) if found else None
 
 
-def sentence_of_left_out(weights: Mapping[int, DistanceMatrix], apart: Excess | None) -> str:
+def sentence_of_left_out(
+    weights: Mapping[int, DistanceMatrix], apart: Excess | None, limit: float
+) -> str:
     """Return a sentence that names what is left out, with a blank before it; empty if nothing is.
 
-    `apart` is the excess of these values alone.
+    `apart` is the excess of these values alone, and `limit` the largest that it may be.
     """
     found = [x.left_out for x in weights.values() if x.left_out and x.left_out.values]
     if not found:
@@ -133,5 +190,5 @@ def sentence_of_left_out(weights: Mapping[int, DistanceMatrix], apart: Excess | 
     bracket = bounds(apart.low, apart.high, three_figures)
     return (
         f"{said}: these are {three_figures(apart.mean)}{bracket} times as far as the baseline's "
-        f"(limit {RULE['limit']:g})."
+        f"(limit {limit:.3g})."
     )

@@ -19,7 +19,13 @@ from stability.analysis.advice import advice
 from stability.analysis.energy_test import EnergyTest, energy_test
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
-from stability.analysis.left_out import RULE, excess_of_left_out, sentence_of_left_out
+from stability.analysis.left_out import (
+    excess_of_left_out,
+    judges_all,
+    limit_of_left_out,
+    sentence_of_left_out,
+    why_unasked,
+)
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import LOOKS, look_alpha, look_at
 from stability.analysis.study_distances import (
@@ -37,8 +43,6 @@ from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix, SeedDistances
-from stability.records.paths import StudyPaths
-from stability.records.protocol import leaves_out
 
 __all__ = ["training_evidence"]
 
@@ -62,6 +66,8 @@ class _Question:
     predictions: Mapping[int, DistanceMatrix]
     """The same in function space; seeds without predictions are left out."""
     seeds: Sequence[int]
+    of_all: bool
+    """Whether nothing is left out, since it is not known of all seeds, or is in few of them."""
     is_look: bool
     """Whether there are seeds enough for the first look."""
 
@@ -86,6 +92,7 @@ def training_evidence(
         return _silent("not measured", str(error), advice(study, "distances"))
     if not window.step:
         return _silent("not measured", *_why_no_step(study, window, distances, reference.name))
+    weights = {s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights}
     return _judge(
         _Question(
             study=study,
@@ -94,15 +101,14 @@ def training_evidence(
             reference=reference.name,
             window=window,
             distances=distances,
-            weights={
-                s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights
-            },
+            weights=weights,
             predictions={
                 s: x.predictions[window.step]
                 for s, x in distances.items()
                 if window.step in x.predictions
             },
             seeds=seeds,
+            of_all=judges_all(study.folder, weights, seeds),
             is_look=look > 0,
         )
     )
@@ -188,13 +194,17 @@ def _judge(question: _Question) -> LevelEvidence:
             p_holds=1.0,
             figures={"step": step, "seeds": len(question.seeds), "lost": len(lost)},
         )
-    unasked = _why_unasked(question)
+    unasked = why_unasked(question.study.folder, question.window.step, question.weights)
     if unasked:
         return _silent("not measured", *unasked)
     found: dict[int, float] = {}
     for seed in question.seeds:
         matrix = question.weights.get(seed)
-        value = excess_at(matrix, arm.name, question.reference) if matrix else None
+        value = (
+            excess_at(matrix, arm.name, question.reference, of_all=question.of_all)
+            if matrix
+            else None
+        )
         if value is None or math.isnan(value):
             return _silent("not measured", *_why_no_excess(question, seed))
         found[seed] = value
@@ -211,26 +221,6 @@ def _is_lost(question: _Question, seed: int) -> bool:
     run = arm.runs[seed]
     stopped = run.manifest.step if run.manifest else question.window.step
     return run.state == "diverged" and stopped < question.window.step
-
-
-def _why_unasked(question: _Question) -> tuple[str, str] | tuple[()]:
-    """Return why seeds would be judged by two rules, and what to do; empty if by one."""
-    asked = {seed: x.left_out is not None for seed, x in question.weights.items()}
-    step, folder = question.window.step, question.study.folder
-    is_sealed = StudyPaths(folder).protocol.exists()
-    rule = leaves_out(folder) if is_sealed else any(asked.values())
-    other = [seed for seed in question.seeds if asked.get(seed, rule) != rule]
-    if not other:
-        return ()
-    if not rule:
-        return (
-            f"values are left out at step {step} with seed {other[0]}, which the protocol does not "
-            "know"
-        ), "remove `distances` and run `stability run`"
-    return (
-        f"what noise moves is not known at step {step} with seed {other[0]}: a nudge has no "
-        "weights there, or their vectors are not on record"
-    ), "run `stability run`, which asks again; where a nudge is lost, name an earlier step"
 
 
 def _why_no_excess(question: _Question, seed: int) -> tuple[str, str]:
@@ -286,7 +276,10 @@ def _evidence(question: _Question, per_seed: Mapping[int, float]) -> LevelEviden
         if _is_baseline(question):
             exact = "its weights are the baseline's to the bit"
             found = replace(found, low=1.0, high=1.0, p_harmed=1.0, p_holds=0.0)
-    apart = excess_of_left_out(question.weights, arm.name, question.reference, alpha)
+    apart = None
+    if not question.of_all:
+        limit = limit_of_left_out(policy)
+        apart = excess_of_left_out(question.weights, arm.name, question.reference, limit, alpha)
     state, decides = _state(question, found, apart, alpha, bool(exact))
     tests = {
         "weights": energy_test(question.weights, arm.name, controls_of(question.study)),
@@ -294,7 +287,7 @@ def _evidence(question: _Question, per_seed: Mapping[int, float]) -> LevelEviden
     }
     # harmed if either is, and so twice as easily by chance; to hold both have to
     harmed, holds = found.p_harmed, found.p_holds
-    if apart is not None and not _is_baseline(question):
+    if apart is not None and not _is_baseline(question) and question.is_look:
         harmed, holds = min(1.0, 2 * min(harmed, apart.p_harmed)), max(holds, apart.p_holds)
     return LevelEvidence(
         level="training",
@@ -317,12 +310,12 @@ def _state(
     question: _Question, found: Excess, apart: Excess | None, alpha: float, exact: bool
 ) -> tuple[LevelState, str]:
     """Return the state, and what would decide it; `apart` is what is left out."""
-    limit = question.policy.max_excess
+    limit, apart_limit = question.policy.max_excess, limit_of_left_out(question.policy)
     if _is_baseline(question) or (exact and apart is None):
         return "holds", ""
     if not question.is_look:
         return "undecided", f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
-    if found.low > limit or (apart is not None and apart.low > RULE["limit"]):
+    if found.low > limit or (apart is not None and apart.low > apart_limit):
         return "harmed", ""
     if found.high < limit:
         # a candidate can't pass where chaos has made all arms alike
@@ -332,8 +325,8 @@ def _state(
                 f"an earlier step, since at step {question.window.step} a control has |log E| "
                 f"{noise:.3f}, above {question.policy.window_limit:g}"
             )
-        if apart is not None and not apart.high < RULE["limit"]:
-            return "undecided", f"of what is left out {_seeds_for(apart, RULE['limit'], alpha)}"
+        if apart is not None and not apart.high < apart_limit:
+            return "undecided", f"of what is left out {_seeds_for(apart, apart_limit, alpha)}"
         return "holds", ""
     if question.arm.role == "broken" and found.mean <= limit:
         return "undecided", what_may_show(
@@ -380,7 +373,8 @@ def _sentence(
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
-    said += sentence_of_left_out(question.weights, apart)
+    if not question.of_all:
+        said += sentence_of_left_out(question.weights, apart, limit_of_left_out(policy))
     said += _of_reruns(question) + _of_repetitions(question)
     in_predictions = _excess_of_predictions(question)
     if not math.isnan(in_predictions):

@@ -39,7 +39,7 @@ _SEEDS_ITSELF = (
     "seeds: give it the seed that it takes, as in `-- python train.py --seed 0`, to a new file"
 )
 _ONE_SEED = """\
-# a verdict needs 3 seeds, and the command seeds itself: put {seed} where it takes one, as in
+# a verdict needs 3 seeds, and the command was given none that it takes: put {seed} into it, as in
 # `command: python train.py --seed {seed} {flags}`, and make these [0, 1, 2]
 """
 
@@ -112,8 +112,8 @@ def init(
             return FAILS
         notes, is_seeded = [], has_seed
         if not has_seed:
-            is_seeded = _is_seeded(lambda: record_command(runs[1]()))
-            notes = [_SEEDED if is_seeded else _SEEDS_ITSELF]
+            said = _trial_of_seed(lambda: record_command(runs[1]()))
+            notes, is_seeded = [said], said == _SEEDED
     trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
     notes += [note.replace(NONE_SEEN, trial) for note in found["notes"]]
     models = ", ".join(found["models"]) or "no module"
@@ -149,16 +149,18 @@ def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> No
         check_name(name, Place(source="init: name"), ())
 
 
-def _is_seeded(record: Callable[[], object]) -> bool:
-    """Whether the command, given another seed beforehand, is another run."""
+def _trial_of_seed(record: Callable[[], object]) -> str:
+    """Return what is to be said of the command, given another seed beforehand."""
     from stability.study.foreign import RunFailedError  # heavy
     from stability.study.foreign_checks import SAME_RUN
 
     try:
         record()
     except RunFailedError as error:
-        return SAME_RUN not in str(error)
-    return True
+        if SAME_RUN in str(error):
+            return _SEEDS_ITSELF
+        return f"whether another seed makes another run is not known: {error}"
+    return _SEEDED
 
 
 def study_text(

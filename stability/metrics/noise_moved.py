@@ -51,9 +51,10 @@ def noise_moved(
     """Return by name the ranges of values that nudges send elsewhere by `part` of their way.
 
     `baseline` and each of `nudges` are a run's vectors at its start and later on, in any float
-    dtype. Asked are blocks of so many values, by their root mean square; what nudges do to a block
-    is also at least `least`, in the weights' unit. Names that hold no such block are left out, and
-    those that are not in all of the vectors with one shape. Ways are compared, not places, since a
+    dtype. Asked are blocks of `block` values, the last with what is left over, by their root mean
+    square; what nudges do to a block is also at least `least`, in the weights' unit. Vectors that
+    are shorter are kept: of few values some turn back by chance. Names that hold no such block are
+    left out, and those that are not in all states with one shape. Ways are compared, not places: a
     nudge starts elsewhere. A block that does not move in the baseline is kept, and so is one that
     holds a NaN: what moves it there is no noise. Without a nudge nothing is known to be noise.
     """
@@ -63,6 +64,8 @@ def noise_moved(
         if len({state[name].shape if name in state else None for state in states}) > 1:
             continue
         way = _way(name, *baseline)
+        if len(way) < block:
+            continue
         sizes = _blocks(torch.ones_like(way), block)
         apart = torch.stack([_blocks(_way(name, *nudge) - way, block) for nudge in nudges]).mean(0)
         own = _blocks(way, block)
@@ -78,15 +81,18 @@ def _way(name: str, start: Vectors, end: Vectors) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """Return the sum of squares of each block."""
-    padded = torch.nn.functional.pad(x, (0, -len(x) % block))
-    return padded.view(-1, block).square().sum(1)
+    """Return the sum of squares of each block; the last one holds what is left over."""
+    squares, count = x.square(), len(x) // block
+    found = squares[: count * block].view(count, block).sum(1)
+    found[-1] += squares[count * block :].sum()
+    return found
 
 
 def _ranges(is_noise: Sequence[bool], block: int, size: int) -> Ranges:
     found: list[tuple[int, int]] = []
     for number in (number for number, noisy in enumerate(is_noise) if noisy):
-        begin, end = number * block, min(size, (number + 1) * block)
+        begin = number * block
+        end = size if number == len(is_noise) - 1 else begin + block
         if found and found[-1][1] == begin:
             begin = found.pop()[0]
         found.append((begin, end))

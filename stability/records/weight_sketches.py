@@ -1,4 +1,4 @@
-"""The hash and the sketch of a run's weights on disk, 0.5 MB a step, whatever the model's size.
+"""The hash and the sketch of a run's weights on disk, 0.5 MB and the vectors' values a step.
 
 They stay where snapshots are dropped: the hash says whether two runs had the same bits there, and
 the sketch how far apart they were. Beside it stand the model's vectors, its biases and gains, as

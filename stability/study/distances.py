@@ -1,12 +1,12 @@
 """Measures how far the arms of a seed are from one another, once their runs have ended.
 
 Every snapshot is read once for each step, slice by slice, so that memory holds some values of each
-arm and never a whole model. Two files with one checksum are the same bits: they are read once, and
-are 0 apart even where they hold NaN. Of an arm whose change adds weights those that the baseline
-has too are read. What is on record already is measured again only where an arm is new or a file is
-another one; where a snapshot was dropped since, by sketch. Beside the distances of all weights
-stand those of the values that noise moves and of the others, where there are any: which these are,
-baseline and nudges say, whatever other arms there are. Leaves out the arithmetic
+arm and its vectors, and never a whole model. Two files with one checksum are the same bits: they
+are read once, and are 0 apart even where they hold NaN. Of an arm whose change adds weights those
+that the baseline has too are read. What is on record already is measured again only where an arm is
+new or a file is another one; where a snapshot was dropped since, by sketch. Beside the distances of
+all weights stand those of the values that noise moves and of the others, where there are any: which
+these are, baseline and nudges say, whatever other arms there are. Leaves out the arithmetic
 (`metrics.pairwise`), the rule (`analysis.left_out`), the file (`records.distances`) and what a
 distance means (`analysis`).
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from stability.analysis.left_out import noise_moved_at
 from stability.analysis.sketch_check import SketchedWeights, sketched_weights
 from stability.config.axes import CHANGES_WEIGHTS, touches
+from stability.config.schema import BASELINE
 from stability.metrics.noise_moved import Ranges, vector_names
 from stability.metrics.pairwise import pairwise_l2
 from stability.records.distances import (
@@ -155,7 +156,8 @@ def _left_out(
     found = noise_moved_at(runs, step, matrix)
     known = before.left_out if before else None
     same = {arm for arm in matrix.arms if before and before.parents.get(arm) == matrix.parents[arm]}
-    if found is None and known is not None and {*known.asked} <= same:
+    controls = {BASELINE, *(arm for arm in matrix.arms if runs[arm][1].role == "nudge")}
+    if found is None and known is not None and {*known.asked} == controls <= same:
         found = known.asked, dict(known.values)
     if found is None:
         return None

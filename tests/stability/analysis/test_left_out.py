@@ -122,8 +122,34 @@ def test_seeds_are_judged_by_one_rule(tmp_path, is_sealed):
     unknown = {step: replace(x, left_out=None) for step, x in found.weights.items()}
     write_distances(tmp_path, replace(found, weights=unknown))
     found = of(study)
-    assert found.state == "not measured"
-    assert "what noise moves is not known at step 20 with seed 4" in found.sentence
+    if is_sealed:
+        assert found.state == "not measured"
+        assert "what noise moves is not known at step 20 with seed 4" in found.sentence
+    else:
+        # recorded run by run, by two versions: of all weights, as the older one
+        assert found.state == "undecided"
+        assert "Left out" not in found.sentence
+        assert abs(found.figures["excess"] - 1) > 0.01, "the noise is in it"
+
+
+def test_what_is_left_out_of_few_seeds_is_not_left_out(tmp_path):
+    """Of two values no interval says what an arm did to them, and nothing is to be unseen."""
+    study = left_out(write_study(tmp_path, parts(candidate=candidate())), seeds=(1, 3))
+    found = of(study)
+    assert "Left out" not in found.sentence
+    assert "excess_left_out" not in found.figures
+    plain = of(write_study(tmp_path / "plain", parts(candidate=candidate())))
+    assert found.p_harmed != 2 * plain.p_harmed
+    assert found.figures["excess_seed_1"] != pytest.approx(1.0, abs=0.01)
+    assert found.figures["excess_seed_0"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_the_policys_limit_is_that_of_what_is_left_out_where_it_is_wider(tmp_path):
+    study = left_out(write_study(tmp_path, parts(candidate=candidate())), far=4.0)
+    assert of(study).state == "harmed"
+    found = of(study, max_excess=6.0)
+    assert found.state == "holds"
+    assert "times as far as the baseline's (limit 6)." in found.sentence
 
 
 def test_a_study_that_was_sealed_before_leaves_nothing_out(tmp_path):
