@@ -24,16 +24,6 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remove what tests wrote once all have passed: gigabytes, which pytest would keep.
-
-    Not test by test: a module that one imported from its folder is looked up by later ones.
-    """
-    config = session.config
-    if exitstatus == 0 and not hasattr(config, "workerinput") and config.option.basetemp is None:
-        shutil.rmtree(config._tmp_path_factory.getbasetemp(), ignore_errors=True)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """What a test leaves on in torch changes what later tests see, far from its cause."""
@@ -147,9 +137,16 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish() -> None:
-    """Give back what was left out, before plugins look for it."""
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Give back what was left out, before plugins look for it; remove what passing tests wrote.
+
+    It is gigabytes, which pytest would keep. Not test by test: a module that one of them imported
+    from its folder is looked up by later ones.
+    """
     gc.unfreeze()
+    config = session.config
+    if exitstatus == 0 and not hasattr(config, "workerinput") and config.option.basetemp is None:
+        shutil.rmtree(config._tmp_path_factory.getbasetemp(), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
