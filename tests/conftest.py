@@ -146,7 +146,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     gc.unfreeze()
     config = session.config
     if exitstatus == 0 and not hasattr(config, "workerinput") and config.option.basetemp is None:
-        shutil.rmtree(config._tmp_path_factory.getbasetemp(), ignore_errors=True)
+        folders = config._tmp_path_factory  # pyright: ignore[reportAttributeAccessIssue] pytest's own
+        shutil.rmtree(folders.getbasetemp(), ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,8 +19,9 @@ __all__ = ["export"]
 def export(study: Path, to: str | None = None, weights: bool = False) -> int:
     """Pack a study's records, report, proofs and versions into one file, for `stability verify`.
 
-    Of the weights those at step 0 go with it, and of the others hashes and sketches, which check each
-    drift, with the vectors: biases and the gains of norms. Exit code 1 if a pair of the study does not hold; the file is written all the same.
+    Of the weights those at step 0 go with it, and of the others hashes and sketches, which check
+    each drift, with the vectors: biases and the gains of norms. Exit code 1 if a pair of the study
+    does not hold; the file is written all the same.
 
     Args:
         study: the folder of a study, e.g. runs/quickstart
