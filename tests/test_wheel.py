@@ -215,8 +215,9 @@ UNREACHED = re.compile(
 def test_a_study_comes_to_its_verdict_beside_the_oldest_versions(
     wheel: Path, tmp_path: Path
 ) -> None:
-    if shutil.disk_usage(tmp_path).free < 10 * 2**30:
-        pytest.skip("the oldest set, with torch's CUDA build, may take 10 GB of disk")
+    # measured: 9 GB, beside what other tests write at the same time
+    if shutil.disk_usage(tmp_path).free < 16 * 2**30:
+        pytest.skip("the oldest set, with torch's CUDA build, needs 16 GB of free disk")
     # not in a folder that pytest keeps for later
     with tempfile.TemporaryDirectory(dir=tmp_path) as place:
         folder = Path(place)

@@ -8,6 +8,7 @@ Leaves out what an attention keeps beyond that, and the formula of our GPT (`mem
 """
 
 import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stability.config.convert import from_dict, to_dict
 from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
+from stability.metrics.noise_moved import vector_names
 from stability.model.decoder import blocks_of, build_decoder
 from stability.study.fresh_process import call_alone
 
@@ -33,6 +35,8 @@ class ModelSize:
     """Weights in the linear layers of its blocks."""
     kept: int
     """Bytes that the backward of a batch needs, in FP32."""
+    vectors: int = 0
+    """Weights in those vectors that a sketch keeps."""
 
 
 def size_of(config: ModelConfig, batch_size: int) -> ModelSize:
@@ -78,10 +82,12 @@ def _measured(config: ModelConfig, batch_size: int) -> ModelSize:
         for m in block.modules()
         if isinstance(m, nn.Linear)
     }
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return ModelSize(
         parameters=sum(p.numel() for p in model.parameters()),
         block_matrices=sum(weight.numel() for weight in linear),
         kept=sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
+        vectors=sum(math.prod(shapes[name]) for name in vector_names(shapes)),
     )
 
 

@@ -25,6 +25,7 @@ from stability.records.weight_sketches import SKETCH_BYTES
 from stability.study.assemble import resolve_device
 from stability.study.machine_memory import Memory, gpu_memory, host_memory
 from stability.study.memory_estimate import Estimate, Part, estimate_memory, weight_bytes
+from stability.study.model_size import size_of
 from stability.study.run import Run
 from stability.study.storage import keeps
 
@@ -186,7 +187,7 @@ def planned_files(run: Run) -> dict[str, tuple[set[int], int]]:
     tokens = held_out.prediction_batches * train.batch_size * run.config.model.context
     return {
         "snapshots": (steps, weights),
-        "sketches": (steps, SKETCH_BYTES),
+        "sketches": (steps, SKETCH_BYTES + 4 * size_of(run.config.model, 1).vectors),
         "checkpoints": ({*saved}, 3 * weights),
         "predictions": (steps, 4 * tokens if held_out.share else 0),
     }
