@@ -4,15 +4,15 @@ Some weights have no gradient but its rounding, as a bias of keys, which softmax
 where no position is rotated into it. Adam divides by the gradient's size, so that it moves them as
 far as any weight, in a direction that is rounding's; the same arithmetic moves them elsewhere after
 a change in the last bit of anything. They tell little of an arm, and can be nearly all of the
-distance between two: in a GPT of 2 layers and width 64 with a bias on q, k and v, 91 to 98 % of the
-squared distance between a nudge and its baseline.
+distance between two: in `examples/gpt.py`, 2 layers of width 64 with one bias for q, k and v, 99.5
+to 99.8 % of the squared distance between a nudge and its baseline (steps 10 to 30, 6 seeds).
 
 Asked are two things of a block of values that follow one another: by which part of its way from the
 start nudges sent it elsewhere, and whether that is far beside what they did to an average weight.
-The part is near 1 for noise; of values with a gradient, in the same GPT, it was 1e-6 to 0.06 until
-chaos had caught up. What rounding moves by little, as without Adam, is no noise that matters. Only
-vectors are asked: of a matrix all rows have a gradient, and blocks that were chosen by what they
-did would be chosen by chance. Leaves out files and the limits (`analysis.left_out`).
+The part was 0.61 to 2.3 for noise there, and 8e-6 to 0.0064 for values with a gradient. What
+rounding moves by little, as without Adam, is no noise that matters. Only vectors are asked: of a
+matrix all rows have a gradient, and blocks that were chosen by what they did would be chosen by
+chance. Leaves out files and the limits (`analysis.left_out`).
 """
 
 import math

@@ -79,7 +79,7 @@ def test_noise_hides_neither_harm_nor_its_absence(tmp_path, error, state):
     assert " Left out are 3 values that noise moves, in qkv.bias: these are " in found.sentence
     assert "times as far as the baseline's (limit 2)." in found.sentence
     # the energy test is of what is kept too: noise would let nothing be told from a nudge
-    assert ("it can be told from a nudge" in found.sentence) == (state == "harmed")
+    assert (found.figures["energy_p_weights"] < 0.01) == (state == "harmed")
 
 
 def test_harm_to_what_is_left_out_is_harm(tmp_path):
@@ -101,7 +101,7 @@ def test_what_is_left_out_must_surely_be_within_its_limit_too(tmp_path):
 def test_harm_by_either_is_found_twice_as_easily_by_chance(tmp_path):
     plain = of(write_study(tmp_path / "a", parts(candidate=candidate(1.5))))
     found = of(left_out(write_study(tmp_path / "b", parts(candidate=candidate(1.5)))))
-    assert found.p_harmed == pytest.approx(2 * plain.p_harmed)
+    assert found.p_harmed / plain.p_harmed == pytest.approx(2, rel=1e-6)
 
 
 def test_the_step_is_picked_by_what_is_kept(tmp_path):

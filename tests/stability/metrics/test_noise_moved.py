@@ -55,6 +55,14 @@ def test_a_nudge_is_asked_how_it_went_not_where_it_began():
     assert noise_moved(({"v": start}, {"v": start + way}), [nudge]) == {}
 
 
+@pytest.mark.parametrize(("part", "is_found"), [(0.49, True), (0.51, False)])
+def test_a_part_is_one_of_the_way_and_not_of_its_square(part, is_found):
+    start, way = torch.zeros(BLOCK), torch.full((BLOCK,), 3.0)
+    nudges = [({"v": start}, {"v": way * (1 + sign * 0.5)}) for sign in (1, -1)]
+    found = noise_moved(({"v": start}, {"v": way}), nudges, part=part)
+    assert found == ({"v": ((0, BLOCK),)} if is_found else {})
+
+
 def test_what_does_not_move_in_the_baseline_is_kept():
     """A candidate that trains a frozen bias has done so by no noise."""
     still = {"v": torch.ones(BLOCK)}

@@ -10,59 +10,23 @@ from stability.metrics.pieces import pieces_of
 from stability.recorder.sketching import stored_sketch
 from stability.records.distances import read_distances, with_parents, write_distances
 from stability.records.manifest import read_manifest
-from stability.records.paths import RunPaths, StudyPaths
+from stability.records.paths import StudyPaths
 from stability.records.protocol import Protocol
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import read_snapshot, write_snapshot
 from stability.records.weight_sketches import write_weight_sketch
 from stability.study.distances import update_distances
-
-NOISY = (0, 16)
-"""Which values of the bias walk by signs, otherwise in each run."""
-STATES = {"baseline": (1, 0.0), "reference": (2, 1e-4), "nudge": (3, 1e-5), "candidate": (4, 2e-4)}
-"""Of each arm its draw, and how far it is from the others' way."""
-
-
-class Notes(list):
-    def __call__(self, arm, text):
-        self.append((arm, text))
-
-
-def walked(arm, step):
-    """Return weights after `step` updates: runs go one way, but for a walk in part of a bias."""
-    number, shift = STATES[arm]
-    shift = shift if step else 0.0
-    state = {"wide.weight": torch.linspace(-1, 1, 2000).view(50, 40), "bias": torch.zeros(37)}
-    state = {name: x + 0.01 * step + shift for name, x in state.items()}
-    dice = torch.Generator().manual_seed(number)
-    noise = 0.02 * torch.randn(step, 16, generator=dice).sign().sum(0)
-    state["bias"][slice(*NOISY)] = noise if step else 0.0
-    return state
-
-
-def write(paths, step, state):
-    """Write a snapshot and its sketch as a run does."""
-    manifest = read_manifest(paths.manifest) if paths.manifest.is_file() else None
-    files = RunFiles(paths, manifest or RunFiles.unnamed(paths.root).manifest)
-    for path in (paths.snapshot(step), paths.sketch(step)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_snapshot(paths.snapshot(step), state)
-    write_weight_sketch(paths.sketch(step), stored_sketch(pieces_of(state)))
-    files.add(paths.snapshot(step))
-    files.add(paths.sketch(step))
-
-
-def seed_of(folder, *arms):
-    """Write runs of some arms, with the states of steps 0 and 9."""
-    runs = {}
-    for arm in arms:
-        runs[arm] = RunPaths.for_run(folder, arm, 0)
-        for step in (0, 9):
-            write(runs[arm], step, walked(arm, step))
-        role = arm if arm in ("reference", "nudge", "baseline") else "candidate"
-        RunFiles(runs[arm], read_manifest(runs[arm].manifest)).update(role=role)
-    return runs
+from tests.stability.study.walked_runs import (
+    NOISY,
+    STATES,
+    Notes,
+    drop,
+    seal,
+    seed_of,
+    walked,
+    write,
+)
 
 
 def measured(folder, runs):
@@ -145,11 +109,7 @@ def test_where_it_was_not_asked_nothing_is_parted(tmp_path, lacking):
         runs["nudge"].sketch(0).unlink()
         runs["nudge"].snapshot(0).unlink()
     else:
-        sealed = {"step": 0, "limit": 0.04, "settling": 10, "steps": [9]}
-        protocol = Protocol(
-            study="s", policy={}, arms={}, window=sealed, looks=[3], seeds=[0], base={}
-        )
-        write_sealed(StudyPaths(tmp_path).protocol, asdict(protocol))
+        seal(tmp_path)
     matrix = update_distances(tmp_path, 0, runs, Notes()).weights[9]
     assert matrix.left_out is None
     pair = ("candidate", "reference")
@@ -168,12 +128,6 @@ def test_what_could_not_be_asked_at_first_is_asked_once_it_can(tmp_path):
     write_sealed(path, content)
     assert read_distances(tmp_path, 0).weights[9].left_out is None
     assert measured(tmp_path, runs) == expected
-
-
-def drop(runs, *arms):
-    for arm in arms:
-        files = RunFiles(runs[arm], read_manifest(runs[arm].manifest))
-        files.drop([runs[arm].snapshot(9)])
 
 
 def test_once_snapshots_are_dropped_a_later_arm_is_parted_by_sketch(tmp_path, monkeypatch):
@@ -241,6 +195,12 @@ def test_a_sketch_without_vectors_tells_nothing_of_the_parts(tmp_path, monkeypat
     assert after.kept_between("late", "baseline") == pytest.approx(late, rel=1e-12)
     pair = ("candidate", "reference")
     assert after.kept_between(*pair) == before.kept_between(*pair)
+    # of a nudge that comes now nobody can say what it moved, so nor what all of them did
+    monkeypatch.setitem(STATES, "nudge_b", (9, 1e-5))
+    runs |= seed_of(tmp_path, "nudge_b")
+    files = RunFiles(runs["nudge_b"], read_manifest(runs["nudge_b"].manifest))
+    files.update(role="nudge")
+    assert update_distances(tmp_path, 0, runs, Notes()).weights[9].left_out is None
 
 
 def _forget_vectors(paths):

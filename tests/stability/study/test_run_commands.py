@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from stability.records.distances import read_distances
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, StudyPaths
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
 GIT = ["git", "-c", "user.email=a@example.org", "-c", "user.name=a"]
@@ -332,9 +333,14 @@ def test_a_study_of_commands_comes_to_a_verdict_and_to_wandb(
     broken = next(arm for arm in verdict["arms"] if arm["arm"] == "broken")
     assert broken["answer"] == "FAIL, as it must"
     assert not (study / "wandb").exists()
-    # the same command again keeps the runs, and publishes them
+    # the same command again keeps the runs, measures what is missing, and publishes them
+    was = read_distances(study, 1)
+    StudyPaths(study).distances(1).unlink()
     assert code_of("run", str(commands.folder / "study.yaml"), "--wandb", "offline") == 0
     assert (study / "wandb" / "published-offline.sha256").exists()
+    again = read_distances(study, 1).weights[8]
+    pair = ("tiny", "reference")
+    assert 0 < again.kept_between(*pair) == pytest.approx(was.weights[8].kept_between(*pair))
     runs = list((study / "tiny" / "seed-0" / "wandb").glob("offline-run-*/*.wandb"))
     assert len(runs) == 1
     assert b"eval/loss" in runs[0].read_bytes()
