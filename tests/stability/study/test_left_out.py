@@ -1,7 +1,7 @@
 """What noise moves is measured apart, by what baseline and nudges did, whatever is kept of them."""
 
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +11,9 @@ from stability.recorder.sketching import stored_sketch
 from stability.records.distances import read_distances, with_parents, write_distances
 from stability.records.manifest import read_manifest
 from stability.records.paths import StudyPaths
-from stability.records.protocol import Protocol
 from stability.records.run_files import RunFiles
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.records.snapshots import read_snapshot, write_snapshot
+from stability.records.snapshots import read_snapshot
 from stability.records.weight_sketches import write_weight_sketch
 from stability.study.distances import update_distances
 from tests.stability.study.walked_runs import (
