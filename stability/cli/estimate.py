@@ -4,20 +4,28 @@ import os
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stability.analysis.sequential import LOOKS
 from stability.cli.output import HOLDS, print_json, print_line
-from stability.cli.run import option_help, split_options
-from stability.config.command_study import is_command_study
+from stability.cli.run import check_keep, option_help, split_options
+from stability.config.command_study import (
+    CommandStudy,
+    is_command_study,
+    load_command_study,
+)
 from stability.config.load import load_study
 from stability.config.study import Keep, StudyConfig
 from stability.report.view.plain_text import readable
 
 if TYPE_CHECKING:
+    from stability.study.command_cost import CommandCost
     from stability.study.cost_estimate import StudyCost
 
 __all__ = ["estimate", "option_help", "split_options"]
+
+Study = StudyConfig | CommandStudy
+Cost: TypeAlias = "StudyCost | CommandCost"
 
 LONG_S = 600
 """Of a study that takes longer it is said what would shorten it."""
@@ -32,7 +40,8 @@ def estimate(
     """Say how long a study trains here, what it leaves on disk, and the memory it needs at least.
 
     A few updates of each arm are made in a temporary folder, and standard error says of which; no
-    run is begun, and nothing is kept. Of a study that takes long it says what would shorten it.
+    run is begun, and nothing is kept. A command is started for them as `stability run` would start
+    it. Of a study that takes long it says what would shorten it.
 
     Args:
         study: the study's YAML file
@@ -40,26 +49,42 @@ def estimate(
         json: print the numbers as JSON
         overrides: values in the study's base, by dotted key
     """
+    load = os.getloadavg()[0]  # before the trials add to it
     if is_command_study(study):
-        raise ValueError(
-            f"{study}: must be a study of the trainer in this package, got one of commands; "
-            "there `stability run` tells the time left once a run has ended"
-        )
-    config = load_study(study, overrides)
+        check_keep(study, keep)
+        cost, lines = _of_commands(load_command_study(study, overrides), load)
+    else:
+        cost, lines = _of_configs(load_study(study, overrides), keep, load)
+    if json:
+        print_json(cost)
+    else:
+        for line in lines:
+            print_line(line if len(line) <= 80 else f"{line[:77]}...")
+    return HOLDS
+
+
+def _of_configs(
+    config: StudyConfig, keep: Keep | None, load: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what a study of our own trainer takes, in JSON values and in lines."""
     _tell(f"{config.name}: a few updates of each arm are timed in a temporary folder")
     from stability.study.assemble import quieten_lightning  # heavy: torch, Lightning
     from stability.study.cost_estimate import cost_of
     from stability.study.run_study import plan_study
 
     quieten_lightning()
-    load = os.getloadavg()[0]  # before the trials add to it
     cost = cost_of(plan_study(config, Path("runs")), keep or config.keep, told=_tell)
-    if json:
-        print_json({"study": config.name, **cost.to_dict()})
-    else:
-        for line in _lines(config, cost, load):
-            print_line(line)
-    return HOLDS
+    return {"study": config.name, **cost.to_dict()}, _lines(config, cost, load)
+
+
+def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list[str]]:
+    """Return what a study of commands takes, in JSON values and in lines."""
+    _tell(f"{study.name}: a few updates of each arm's command are timed in a temporary folder")
+    from stability.study.command_cost import cost_of_commands  # heavy: torch
+    from stability.study.run_commands import plan_commands
+
+    cost = cost_of_commands(plan_commands(study, Path("runs")), told=_tell)
+    return {"study": study.name, **cost.to_dict()}, _lines_of_commands(study, cost, load)
 
 
 def _tell(text: str) -> None:
@@ -69,26 +94,51 @@ def _tell(text: str) -> None:
 
 
 def _lines(study: StudyConfig, cost: "StudyCost", load: float) -> list[str]:
-    """Return what is printed, no line wider than 80 columns."""
     from stability.study.size_check import in_units  # heavy: torch
 
-    cores = os.cpu_count() or 1
     where = "GPU" if cost.on_gpu else "host"
     lines = [
-        f"{study.name[:40]}: {cost.runs} runs",
-        f"time    {_duration(cost.seconds)} here, one run after another",
-        "        planted faults, distances and the report come on top",
-    ]
-    if load > cores / 2 and not cost.on_gpu:
-        lines.append(f"        at a load of {load:.1f} on {cores} cores; idle ones take less")
-    lines += [
+        *_time(study, cost, 0.0 if cost.on_gpu else load),
         *(_shorter(study, cost) if cost.seconds > LONG_S else ()),
         *_on_disk(cost),
         f"memory  {in_units(cost.memory.bytes)} of the {where}'s at least, of which",
     ]
     for part in cost.memory.parts:
         lines.append(f"        {in_units(part.bytes):>10}  {part.name}")
-    return [line if len(line) <= 80 else f"{line[:77]}..." for line in lines]
+    return lines
+
+
+def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) -> list[str]:
+    from stability.study.size_check import in_units  # heavy: torch
+
+    lines = _time(study, cost, load)
+    lines.insert(3, "        and what a script evaluates after its first few updates")
+    first, *others = cost.seconds_by_seed.items()
+    if others and first[1] > 1.2 * others[0][1]:
+        lines.append(
+            f"        seed {first[0]}, where the gradient is looked at, takes "
+            f"{_duration(first[1])} of it"
+        )
+    lines += _shorter(study, cost) if cost.seconds > LONG_S else []
+    lines.append(f"disk    {in_units(cost.bytes)}")
+    lines += [f"        {in_units(size):>10}  {what}" for what, size in cost.disk.items()]
+    of = {"host": "the host's", "gpu": "a GPU's"}
+    memory = " and ".join(f"{in_units(size)} of {of[where]}" for where, size in cost.memory.items())
+    lines.append(f"memory  {memory or 'not known'}")
+    return [*lines, "        of the process that held most in its first few updates"]
+
+
+def _time(study: Study, cost: Cost, load: float) -> list[str]:
+    """Return the first lines, with the `load` of the machine where it makes a study longer."""
+    cores = os.cpu_count() or 1
+    lines = [
+        f"{study.name[:40]}: {cost.runs} runs",
+        f"time    {_duration(cost.seconds)} here, one run after another",
+        "        planted faults, distances and the report come on top",
+    ]
+    if load > cores / 2:
+        lines.append(f"        at a load of {load:.1f} on {cores} cores; idle ones take less")
+    return lines
 
 
 def _duration(seconds: float) -> str:
@@ -96,7 +146,7 @@ def _duration(seconds: float) -> str:
     return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
 
 
-def _shorter(study: StudyConfig, cost: "StudyCost") -> list[str]:
+def _shorter(study: Study, cost: Cost) -> list[str]:
     """Return the lines on what would shorten a study, and what each costs in evidence."""
     from stability.analysis.gradient_evidence import LOOKS_NEEDED  # heavy: numpy
 
@@ -112,7 +162,8 @@ def _shorter(study: StudyConfig, cost: "StudyCost") -> list[str]:
             "Operator and gradient get less sure, and the gradient is judged from "
             f"{LOOKS_NEEDED} looks on"
         )
-        if study.base.probe.seeds == "all" and len(study.seeds) > 1:
+        of_all = isinstance(study, StudyConfig) and study.base.probe.seeds == "all"
+        if of_all and len(study.seeds) > 1:
             said.append(
                 "seeds with looks (probe: {seeds: first}). The operator is then judged by the "
                 "first seed's looks alone"

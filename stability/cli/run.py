@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stability.execute.executor import Executor
 
-__all__ = ["option_help", "run", "split_options"]
+__all__ = ["check_keep", "option_help", "run", "split_options"]
 
 Study = TypeVar("Study", StudyConfig, CommandStudy)
 
@@ -148,11 +148,7 @@ class _Asked:
                 f"{self.study}: a study of commands must run here and whole, got executor "
                 f"{self.executor!r}, only {self.only!r}; `stability record` records one command"
             )
-        if self.keep not in (None, "all"):
-            raise ValueError(
-                f"{self.study}: keep must be all for a study of commands, got {self.keep}: what a "
-                "command has made is not made again"
-            )
+        check_keep(self.study, self.keep)
         if self.jobs > 1:
             raise ValueError(
                 f"{self.study}: jobs must be 1 for a study of commands, got {self.jobs}: a command "
@@ -168,6 +164,15 @@ class _Asked:
         words += ["--keep", self.keep] if self.keep else []
         words += ["--check-observer"] if self.check_observer else []
         return (*words, *(f"--{name}={text}" for name, text in self.of_base.items()))
+
+
+def check_keep(study: Path, keep: Keep | None) -> None:
+    """ValueError for a policy that drops what a study of commands can't make again."""
+    if keep not in (None, "all"):
+        raise ValueError(
+            f"{study}: keep must be all for a study of commands, got {keep}: what a command has "
+            "made is not made again"
+        )
 
 
 def _run_configs(asked: _Asked, config: StudyConfig) -> int:

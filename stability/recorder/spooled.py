@@ -54,6 +54,11 @@ class Spooled:
     updates: Sequence[Update]
     states: Mapping[int, Path]
     """By step, the file of the first rank's state."""
+    times: Mapping[int, tuple[float, float]]
+    """By step, when that state had been copied and when it was written; not of the start."""
+    memory: Mapping[str, int]
+    """The most bytes that a process has held at once, of the `host` and, if it had one, its `gpu`;
+    empty if all were killed."""
     environment: Mapping[str, Any]
     modules: Mapping[str, str]
     attention: Mapping[str, Any]
@@ -129,6 +134,12 @@ def read_spool(folder: Path) -> Spooled:
     return Spooled(
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
+        times={
+            line["step"]: (line["copied"], line["time"])
+            for line in ranks[first]
+            if line["kind"] == "state" and "copied" in line
+        },
+        memory=_most([end.get("memory", {}) for end in ends if end]),
         environment={**begin["environment"], **(ends[first] or {}).get("code", {})},
         modules=modules,
         attention=(ends[first] or {}).get("attention", {}),
@@ -218,6 +229,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _end_of(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((line for line in lines if line["kind"] == "end"), None)
+
+
+def _most(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for each in counts:
+        found |= {what: max(count, found.get(what, 0)) for what, count in each.items()}
+    return found
 
 
 def _updates_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -46,10 +46,10 @@ from stability.study.size_check import planned_files
 from stability.study.storage import keeps, stored_once
 from stability.tracking.loggers import RecordsLogger
 
-__all__ = ["StudyCost", "Trial", "cost_of", "time_arm"]
+__all__ = ["REPORT_BYTES", "StudyCost", "Trial", "cost_of", "time_arm"]
 
-REPORT_BYTES = 1_500_000
-"""The page of a small study."""
+REPORT_BYTES = 5_500_000
+"""The page of a small study; most of it is what draws its charts."""
 
 _UPDATES, _LOOKS = 3, 2
 """What is timed of an arm without the probe, and with it; the first of each warms up."""

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stability.analysis.launch_contract import launch_lines
-from stability.analysis.pair_contract import (
-    ContractError,
-    check_start,
-)
+from stability.analysis.pair_contract import ContractError, check_start
 from stability.analysis.start_contract import start_part_lines
 from stability.config.commands import filled_in
 from stability.config.diff import hash_without
@@ -65,6 +62,7 @@ from stability.study.window import freeze_window
 __all__ = [
     "OpenRun",
     "RunFailedError",
+    "commanded",
     "measure_seed",
     "measure_study",
     "opened",
@@ -170,6 +168,16 @@ def record_command(
     RunFailedError, one sentence, if what came of it does not count: the manifest says why.
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
+    with commanded(run, folder=folder, output=output) as (record, command):
+        manifest = record.write(command)
+        return _checked(record, command, output) if check_observer else manifest
+
+
+@contextmanager
+def commanded(
+    run: ForeignRun, *, folder: Path | None = None, output: Path | None = None
+) -> Iterator[tuple[OpenRun, GivenCommand]]:
+    """Run the command as `record_command`, and give what it has left before that is recorded."""
     values = {"seed": run.seed, "arm": run.arm, "out": run.paths.root.resolve()}
     variables = environment_of(run.asked, variables_of(run))
     with opened(run, variables, folder) as record:
@@ -185,19 +193,17 @@ def record_command(
             raise
         if launched.code:
             raise record.failed(died(launched, record.spool))
-        manifest = record.write(command)
-        return _checked(record, words, variables, output) if check_observer else manifest
+        yield record, command
 
 
-def _checked(
-    record: OpenRun, words: list[str], variables: Mapping[str, str], output: Path | None
-) -> Manifest:
+def _checked(record: OpenRun, command: GivenCommand, output: Path | None) -> Manifest:
     """Run the command unobserved, and put both hashes of the last state on record."""
     with spool_below(record.spool.parent) as spool:
         alone = {"STABILITY_SPOOL": str(spool), "STABILITY_OBSERVES": "0"}
         said = spool / "output.txt" if output else None
         try:
-            launched = launch(words, {**variables, **alone}, folder=record.folder, output=said)
+            variables = {**(command.variables or {}), **alone}
+            launched = launch(command.filled, variables, folder=record.folder, output=said)
             if launched.code:
                 raise record.failed(f"unobserved, {died(launched, spool)}")
             spooled = read_spool(spool)

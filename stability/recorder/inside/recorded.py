@@ -21,6 +21,7 @@ from .hooks import install, install_count
 from .installed import installed_code, own_libraries
 from .launched import started
 from .looks import Looks, is_looked_at
+from .memory import most_memory
 from .names import buffers_of, frozen_beside
 from .nudge import nudge_weights
 from .planned import is_due
@@ -68,7 +69,7 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         seen = witness.told() if witness else {}
         found = {"modules": own_modules(), "files": files, "attention": calls, **seen}
         later = {"written": started().written(), "changed": changed, **code_told()}
-        return {**found, "held_out": held_out, **later}
+        return {**found, "held_out": held_out, "memory": most_memory(), **later}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     held_out = asked.get("STABILITY_HELD_OUT", "")

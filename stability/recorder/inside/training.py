@@ -444,9 +444,8 @@ class Training:
         state = copied(self._state)
         if self._keeps_state:
             self._flush()
-            self._spool.write(
-                {"kind": "state", "step": step, "file": self._spool.save(step, state)}
-            )
+            line = {"kind": "state", "step": step, "copied": time.time()}
+            self._spool.write({**line, "file": self._spool.save(step, state), "time": time.time()})
         else:  # of what another rank holds alone, as buffers, there is no other trace
             self._ended_in = hash_state(state)
         if self._begun.get("world", 1) > 1:  # of buffers each rank may have its own

@@ -159,16 +159,6 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     assert cost.seconds - cost.look_seconds == 3 * 10 + sum(run.last_step for run in runs)
 
 
-def test_a_study_of_commands_is_refused(tmp_path, capsys):
-    path = tmp_path / "study.yaml"
-    path.write_text(
-        "name: a\nquestion: b?\nbase:\n  command: [python, train.py]\narms:\n  baseline: {}\n"
-    )
-    with pytest.raises(SystemExit):
-        main(["estimate", str(path)])
-    assert "must be a study of the trainer in this package, got one of" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_run_over_ranks_is_timed_over_as_many(write_study, tmp_path):
     def edit(content):

@@ -1,0 +1,201 @@
+"""The estimate of a study of commands: what slows a run down is found, and nothing is left."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stability.config.command_study import load_command_study
+from stability.study import command_cost
+from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
+from stability.study.run_commands import plan_commands
+from tests.stability.recorder.recording import SCRIPTS, code_of
+
+SLOW = """
+import time
+from torch.nn.functional import scaled_dot_product_attention
+
+def attend(q, k, v, **_):
+    time.sleep(1)
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+"""
+LARGE = 300 * 2**20
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    yield tmp_path
+    sys.modules.pop("slow", None)
+
+
+def study_of(folder, script, arms, *, seeds=(0,), probe=None, snapshots=(2, 6), steps=8, before=""):
+    """Write a study of a script of ours, which `before` is put in front of."""
+    source = (SCRIPTS / script).read_text()
+    (folder / "train.py").write_text(before + source)
+    base = {
+        "command": f"{shlex.quote(sys.executable)} train.py --seed {{seed}} {{flags}}",
+        "flags": {"bf16": True, **({"kind": "tuple"} if script == "evaluates.py" else {})},
+        "train": {"steps": steps, "snapshot_steps": list(snapshots)},
+        **({"probe": probe} if probe else {}),
+    }
+    content = {"name": "mine", "question": "?", "base": base, "arms": arms, "seeds": [*seeds]}
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def planned(path):
+    return plan_commands(load_command_study(path), Path("runs"))
+
+
+def left(*folders):
+    return sum(x.stat().st_size for folder in folders for x in folder.rglob("*") if x.is_file())
+
+
+@pytest.mark.slow
+def test_disk_and_memory_are_those_of_the_runs_and_nothing_is_left(folder, capsys):
+    held = f"import torch\nheld = torch.ones({LARGE // 4})\n"
+    arms = {"lr": {"flags": {"lr": 0.02}}, "nudge": {"nudge": {"ulps": 1}}, "rerun": {}}
+    path = study_of(folder, "plain.py", arms, seeds=(0, 1), before=held)
+    before = sorted(folder.iterdir())
+    assert code_of("estimate", str(path), "--json") == 0
+    printed = capsys.readouterr()
+    assert sorted(folder.iterdir()) == before
+    assert printed.err.splitlines()[1:] == [
+        "timing 1 of 2: baseline, 4 updates",
+        "timing 2 of 2: lr, 4 updates",
+    ], "of two that differ in the nudge alone one is timed"
+    cost = json.loads(printed.out)
+    assert cost["runs"] == 8
+    assert 0 < sum(cost["hours_by_arm"].values()) == pytest.approx(cost["hours"])
+    assert cost["hours_by_arm"]["nudge"] == cost["hours_by_arm"]["baseline"]
+    # this process holds more than the script's: what it has must not be counted
+    assert LARGE < cost["memory"]["host"] < LARGE + 2**30
+    assert code_of("run", str(path), "--wandb", "disabled") == 0
+    runs = folder / "runs" / "mine"
+    kept = left(*runs.rglob("snapshots"), *runs.rglob("sketches"))
+    assert abs(cost["disk"]["snapshots"] / kept - 1) < 0.05
+
+
+@pytest.mark.slow
+def test_a_look_is_told_from_an_update(folder):
+    """The candidate takes a second: it is called at looks alone, of both kinds."""
+    probe = {"candidate": "slow:attend", "every": 2, "gradient_every": 4}
+    (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe))
+    trial = time_command(run)
+    assert trial.update_seconds < 0.9 <= trial.look_seconds
+    assert trial.gradient_seconds >= 0.9
+    probe = {**probe, "gradient_every": 0}
+    (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe))
+    assert time_command(run).gradient_seconds == 0.0
+
+
+def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
+    trial = CommandTrial(
+        update_seconds=1.0,
+        look_seconds=10.0,
+        gradient_seconds=100.0,
+        state_seconds=1000.0,
+        start_seconds=10_000.0,
+        state_bytes=7,
+        update_bytes=2.0,
+        fixed_bytes=5,
+        memory={"host": 3},
+    )
+    monkeypatch.setattr(command_cost, "time_command", lambda run: trial)
+    probe = {"candidate": "flash:fa2", "every": 3, "gradient_every": 4}
+    arms = {"lr": {"flags": {"lr": 0.02}, "probe": {"candidate": "", "gradient_every": 0}}}
+    told = []
+    path = study_of(folder, "evaluates.py", arms, seeds=(3, 4), probe=probe)
+    cost = cost_of_commands(planned(path), told=told.append)
+    # 8 updates, of which the first is in the start; looks at 3 and 6, at the gradient after 4 and 8
+    plain = 10_000 + 7 + 3 * 1000
+    assert cost.seconds_by_seed == {3: plain + 20 + 200 + plain, 4: plain + 20 + plain}
+    assert cost.seconds_by_arm == {"baseline": 2 * plain + 240, "lr": 2 * plain}
+    assert cost.seconds == 4 * plain + 240
+    assert cost.look_seconds == 240
+    # the states: the start, 2, 6 and the end
+    assert cost.disk["snapshots"] == 4 * 4 * 7
+    assert cost.disk["records"] == 4 * (5 + 8 * 2)
+    assert cost.memory == {"host": 3}
+    assert told == ["timing 1 of 2: baseline, 6 updates", "timing 2 of 2: lr, 4 updates"]
+
+
+def test_a_planted_fault_and_a_commit_are_timed_as_what_they_are_planted_on(folder, monkeypatch):
+    attention = {"attention": "flash:fa2", "probe": {"candidate": "flash:fa2"}}
+    faulty = {**attention, "attention": "flash:fa2+out_gain_1pct", "role": "broken"}
+    other = {"attention": "sdpa:math"}
+    path = study_of(folder, "evaluates.py", {"a": attention, "b": faulty, "c": other})
+    told = []
+    monkeypatch.setattr(command_cost, "time_command", lambda run: told.append(run.arm) or TRIAL)
+    cost_of_commands(planned(path))
+    assert sorted(told) == ["a", "baseline", "c"]
+
+
+TRIAL = CommandTrial(
+    update_seconds=1.0,
+    look_seconds=0.0,
+    gradient_seconds=0.0,
+    state_seconds=0.0,
+    start_seconds=0.0,
+    state_bytes=1,
+    update_bytes=1.0,
+    fixed_bytes=1,
+    memory={},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"no-such": 1}, "arm lr: its trial of 4 updates: the command ended with exit code 2"),
+        ({"steps": 3}, "arm lr: its trial of 4 updates: training ended after 3 updates of 4"),
+    ],
+)
+def test_an_arm_that_can_not_be_timed_is_named(folder, capsys, flags, said):
+    """Before the first run, not after that of its baseline."""
+    path = study_of(folder, "plain.py", {"lr": {"flags": flags}})
+    assert code_of("estimate", str(path)) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("seconds", [60.0, 3600.0])
+def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds):
+    probe = {"candidate": "flash:fa2", "every": 1, "gradient_every": 1}
+    path = study_of(folder, "evaluates.py", {"rerun": {}}, seeds=range(4), probe=probe)
+    monkeypatch.setattr(
+        command_cost,
+        "time_command",
+        lambda run: replace(
+            TRIAL,
+            start_seconds=seconds / 8,
+            gradient_seconds=seconds / 8,
+            memory={"host": 2**30, "gpu": 2**33},
+        ),
+    )
+    assert code_of("estimate", str(path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert "mine: 8 runs time" in said
+    assert "and what a script evaluates after its first few updates" in said
+    assert "seed 0, where the gradient is looked at, takes" in said
+    assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of the process that held" in said
+    assert ("- seeds, 4 now." in said) == (seconds > 600)
+    assert "probe: {seeds: first}" not in said, "no study of commands has that"
+
+
+def test_a_policy_that_drops_snapshots_is_refused(folder, capsys):
+    path = study_of(folder, "plain.py", {"rerun": {}})
+    assert code_of("estimate", str(path), "--keep", "none") == 2
+    assert "keep must be all for a study of commands, got none" in capsys.readouterr().err
