@@ -18,7 +18,8 @@ Topic = Literal["reference", "nudge", "held_out", "operator", "all_looks", "grad
 _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "reference": {
         "config": "add an arm `reference: {role: reference}`",
-        "commands": "add such an arm with `role: reference`",
+        "commands": "add an arm like `reference: {role: reference, flags: {bf16: false}}`, in "
+        "flags of the script's own",
         "recorded": "record such an arm with `--role reference`",
         "adopted": "adopt such a series with `--role NAME=reference`",
     },
@@ -34,7 +35,8 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     },
     "operator": {
         "config": "runs with `probe.every` or `probe.steps`, and `probe.golden: true`",
-        "commands": "runs with `probe: {candidate: flash:fa2, every: 10}` in the base",
+        "commands": "runs with `probe: {candidate: flash:fa2, every: 10}` in the arm, or in the "
+        "base for all",
         "recorded": "runs with `--probe flash:fa2`",
     },
     "all_looks": {
@@ -45,7 +47,8 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     },
     "gradient": {
         "config": "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks",
-        "commands": "`gradient_every: 2` in the base's `probe`, and 20 looks",
+        "commands": "`gradient_every: 2` in the arm's `probe`, or in the base's for all, and 20 "
+        "looks",
         "recorded": "runs with `--gradient-every 2`, and 20 looks",
     },
     "distances": {

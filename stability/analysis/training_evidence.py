@@ -44,7 +44,7 @@ from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
 from stability.records.distances import DistanceMatrix, SeedDistances
 
-__all__ = ["training_evidence"]
+__all__ = ["missing_controls", "training_evidence", "why_inapplicable"]
 
 _OTHER_START = ("seed.init_offset", "model.init")
 """Changes after which a run starts from other weights than its baseline."""
@@ -76,11 +76,11 @@ def training_evidence(
     study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig
 ) -> LevelEvidence:
     """Return what the weights of `arm` at the judged step say of it; it never raises."""
-    reason = _inapplicable(study, arm)
+    reason = why_inapplicable(study, arm)
     if reason:
         return _silent("not applicable", reason)
     reference = reference_of(study)
-    missing = _missing_controls(study)
+    missing = missing_controls(study)
     if reference is None or missing:
         return _silent("not measured", *missing)
     look = look_at(len(study.seeds))
@@ -114,7 +114,7 @@ def training_evidence(
     )
 
 
-def _inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
+def why_inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
     """Return why the excess of `arm` means nothing, whatever was measured; empty if it does."""
     if study.base.get("precision") == "64-true":
         return "the baseline is 64-true already, and no precision is higher to measure it from"
@@ -126,7 +126,7 @@ def _inapplicable(study: RecordedStudy, arm: RecordedArm) -> str:
     return ""
 
 
-def _missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
+def missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
     """Return what the study lacks to measure an excess and what to add; empty if nothing."""
     if reference_of(study) is None:
         what = "the baseline" if is_command(study.base) else "plain attention"

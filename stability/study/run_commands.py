@@ -11,7 +11,9 @@ from shutil import which
 from typing import Any
 
 from stability.analysis.pair_contract import recorded_axis
+from stability.analysis.plan_gaps import plan_gaps
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
+from stability.analysis.study_records import read_study
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.command_study import (
     CommandArm,
@@ -92,6 +94,7 @@ def run_commands(
     seal_protocol(folder.root, _protocol(content))
     write_sealed(folder.study, content)
     _measure_kept(runs, observer)
+    _tell_ahead(runs, observer)
     failed: set[int] = set()
     for index, run in enumerate(runs, start=1):
         if run.is_kept:
@@ -124,6 +127,22 @@ def _measure_kept(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
     for run in {run.seed: run for run in runs if run.is_kept}.values():
         for note in measure_seed(run):
             observer.run_noted(run.arm, run.seed, note)
+
+
+def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
+    """Say before the first run what the study can't answer as it stands, and what takes long."""
+    if any(run.is_kept for run in runs):
+        return
+    first = [run for run in runs if run.seed == runs[0].seed]
+    gaps = plan_gaps(read_study(runs[0].folder), {run.arm: run.config for run in first})
+    for gap in gaps:
+        observer.study_noted(f"no PASS as it stands: {gap}")
+    slow = " and ".join(run.arm for run in first if run.asked.probe.get("gradient_every"))
+    if slow and len(first) < len(runs):
+        observer.study_noted(
+            f"with seed {runs[0].seed} alone the whole model's gradient is looked at: there "
+            f"{slow} may take several times as long as with other seeds"
+        )
 
 
 def _refuse_edited(runs: Sequence[ForeignRun], folders: Mapping[str, Path | None]) -> None:

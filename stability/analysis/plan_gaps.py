@@ -1,0 +1,64 @@
+"""What keeps every candidate of a study from a PASS, as its plan alone says, before anything runs.
+
+A run takes minutes to days, and what is missing then takes it anew. Leaves out what only runs can
+show, such as whether a script evaluates anything, and what each level makes of what is there (the
+levels' evidence).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from stability.analysis.advice import advice
+from stability.analysis.gradient_evidence import LOOKS_NEEDED
+from stability.analysis.sequential import LOOKS
+from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.training_evidence import missing_controls, why_inapplicable
+from stability.analysis.verdict import judged_candidates
+from stability.config.axes import touches
+
+__all__ = ["plan_gaps"]
+
+
+def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a clause for each thing that a PASS of `study` lacks, with what to do about it.
+
+    `configs` are those of the first seed's runs, by arm. Empty for a study that judges no arm.
+    """
+    try:
+        candidates = judged_candidates(study, study.policy)
+    except ValueError:
+        return []
+    found = []
+    if any(not why_inapplicable(study, arm) for arm in candidates):
+        found += [": ".join(missing_controls(study))]
+    if not any(arm.role == "broken" for arm in study.arms):
+        found.append(
+            "no arm is broken on purpose, so that it is not known that harm is seen: add one with "
+            "`role: broken`"
+        )
+    if len(study.seeds) < LOOKS[0]:
+        found.append(
+            f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: give it more "
+            f"(--seeds {LOOKS[0]})"
+        )
+    found += [said for arm in candidates if (said := _unseen(study, arm, configs[arm.name]))]
+    return [said for said in dict.fromkeys(found) if said]
+
+
+def _unseen(study: RecordedStudy, arm: RecordedArm, config: Mapping[str, Any]) -> str:
+    """Return why looks at an attention that is swapped are none or too few; empty if they do."""
+    if not touches(arm.diff, ("attention",)):
+        return ""
+    probe, steps = config.get("probe", {}), config["train"]["steps"]
+    every = probe.get("gradient_every", 0)
+    if not every:
+        return (
+            f"{arm.name}: nothing looks at the whole model's gradient there, and no faults are "
+            f"planted where nothing does: {advice(study, 'gradient')}"
+        )
+    if steps // every < LOOKS_NEEDED:
+        return (
+            f"{arm.name}: the gradient is judged from {LOOKS_NEEDED} looks on, and {steps} updates "
+            f"with gradient_every {every} have {steps // every}"
+        )
+    return ""

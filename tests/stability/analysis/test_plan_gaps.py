@@ -1,0 +1,87 @@
+"""What a study lacks for a PASS is said before its first run, and only that."""
+
+import pytest
+
+from stability.analysis.plan_gaps import plan_gaps
+from stability.analysis.study_records import read_study
+from stability.records.paths import StudyPaths
+from stability.records.sealed_json import write_sealed
+
+LOOKED = {"candidate": "flash:fa2", "every": 2, "gradient_every": 1}
+ARMS = {
+    "baseline": ("baseline", {}),
+    "reference": ("reference", {"flags.bf16": [True, None]}),
+    "nudge": ("nudge", {"nudge.ulps": [0, 1]}),
+    "broken": ("broken", {"attention": ["", "flash:fa2+out_gain_1pct"]}),
+    "fa2": ("candidate", {"attention": ["", "flash:fa2"]}),
+}
+
+
+def gaps(folder, arms=ARMS, *, seeds=3, probe=LOOKED, steps=30, policy=None):
+    base = {"program": "python train.py", "setup": "", "train": {"steps": steps}}
+    config = {"name": "s", "question": "?", "base": base, "seeds": [*range(seeds)]}
+    entries = [
+        {"name": arm, "axis": axis_of(diff), "diff": diff, "role": role, "until": steps}
+        for arm, (role, diff) in arms.items()
+    ]
+    config["policy"] = policy or {}
+    write_sealed(StudyPaths(folder).study, {"config": config, "arms": entries})
+    configs = {arm: {**base, **({"probe": probe} if probe else {})} for arm in arms}
+    return plan_gaps(read_study(folder), configs)
+
+
+def axis_of(diff):
+    path = next(iter(diff), "none")
+    return path.partition(".")[0] if path.startswith(("nudge", "seed")) else path
+
+
+def without(name):
+    return {arm: each for arm, each in ARMS.items() if arm != name}
+
+
+def test_a_study_that_can_pass_lacks_nothing(tmp_path):
+    assert gaps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"arms": without("reference")}, "there is no reference, the baseline one precision high"),
+        ({"arms": without("nudge")}, "there is no nudge to show what chaos alone does: add an arm"),
+        ({"arms": without("broken")}, "no arm is broken on purpose"),
+        ({"seeds": 2}, "it has 2 of the 3 seeds of the first look"),
+        ({"probe": None}, "fa2: nothing looks at the whole model's gradient"),
+        (
+            {"probe": {**LOOKED, "gradient_every": 0}},
+            "fa2: nothing looks at the whole model's gradient",
+        ),
+        (
+            {"probe": {**LOOKED, "gradient_every": 2}},
+            "fa2: the gradient is judged from 20 looks on, and 30 updates with gradient_every 2 "
+            "have 15",
+        ),
+    ],
+)
+def test_each_thing_that_is_lacking_is_said_alone(tmp_path, change, said):
+    (found,) = gaps(tmp_path, **change)
+    assert found.startswith(said)
+
+
+def test_all_of_it_is_said_at_once(tmp_path):
+    arms = {arm: ARMS[arm] for arm in ("baseline", "fa2")}
+    assert len(gaps(tmp_path, arms, seeds=1, probe=None)) == 4
+
+
+def test_a_flag_needs_no_probe_and_a_change_of_start_no_reference(tmp_path):
+    flag = {**ARMS, "fa2": ("candidate", {"flags.lr": [0.1, 0.2]})}
+    assert gaps(tmp_path, flag, probe=None) == []
+    start = {**without("reference"), "fa2": ("candidate", {"seed.init_offset": [0, 1]})}
+    assert gaps(tmp_path, start, probe=None) == []
+
+
+def test_who_judges_no_arm_is_told_nothing(tmp_path):
+    assert gaps(tmp_path, without("fa2"), seeds=1, probe=None) == []
+
+
+def test_who_is_judged_is_what_the_policy_names(tmp_path):
+    assert gaps(tmp_path, policy={"candidates": ["nudge"]}, probe=None) == []
