@@ -3,8 +3,9 @@
 The study's own bar tells the time left until all runs have ended, by what an update took since the
 first run began: between two runs the clock goes on, and runs that were kept took none. What is
 measured after the runs is not in it. Where there is no terminal (a log file, CI) it is one line for
-each run that ends. The class is an observer of the study: a
-`callbacks.study_observer.StudyObserver`.
+each run that ends, with the time left until the last one has. A note that several runs have is
+written out of the first, and at the end it is said of how many others it holds. The class is an
+observer of the study: a `callbacks.study_observer.StudyObserver`.
 """
 
 import time
@@ -78,8 +79,10 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-_WRITTEN_AGAIN = 60
-"""Characters of a note that is short enough to be written out of each run."""
+_SHORT = 40
+"""Characters of a note by which it is known again."""
+_NAMED = 3
+"""Runs of which a note holds too that are named; of more it is said how many there are."""
 
 
 class StudyDisplay:
@@ -102,8 +105,8 @@ class StudyDisplay:
         self._kept = 0
         self._before = 0.0
         self._begun: float | None = None
-        self._noted: dict[str, str] = {}
-        """The run of which each note was said first."""
+        self._noted: dict[str, list[str]] = {}
+        """The runs of which each note was said, each once."""
         self._runs: dict[tuple[str, int], _Training] = {}
 
     def __enter__(self) -> Self:
@@ -116,6 +119,7 @@ class StudyDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._say_whose_notes_hold()
         self._progress.stop()
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
@@ -134,15 +138,27 @@ class StudyDisplay:
         self._progress.update(self._study, completed=self._reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
-        """Leave a line above the bars; what was said of another run is not written out again."""
-        run = f"{arm}, seed {seed}"
-        first = self._noted.setdefault(text, run)
-        if first != run and len(text) > _WRITTEN_AGAIN:
-            text = f"the same as of {first}"
+        """Leave a line above the bars, unless the same was said of another run."""
+        run, runs = f"{arm}, seed {seed}", self._noted.setdefault(text, [])
+        if run not in runs:
+            runs.append(run)
+        if runs[0] == run:
+            self._note(run, text)
+
+    def _note(self, run: str, text: str) -> None:
         self._progress.console.print(
-            f"[{OPEN}]{'note':>9}[/]  {as_markup(arm)}, seed {seed}   {as_markup(text)}",
-            highlight=False,
+            f"[{OPEN}]{'note':>9}[/]  {as_markup(run)}   {as_markup(text)}", highlight=False
         )
+
+    def _say_whose_notes_hold(self) -> None:
+        """Say of how many runs each note holds beside the first."""
+        for text, (first, *others) in self._noted.items():
+            if others:
+                many = len(others) > _NAMED
+                whom = f"{len(others)} other runs" if many else " and ".join(others)
+                begins = text if len(text) <= _SHORT else f"{text[:_SHORT].rstrip()}..."
+                self._note(first, f'"{begins}" holds for {whom} too')
+        self._noted.clear()
 
     def wandb_failed(self, arm: str, seed: int, text: str) -> None:
         """Leave a line above the bars."""
@@ -166,6 +182,8 @@ class StudyDisplay:
             self._before += run.before / run.steps
             if state == "finished":
                 note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
+                if self._progress.disable and self._done < self._total:
+                    note += f"   {self._left_of_study()}"
         colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
         name = as_markup(f"{f'{arm}, seed {seed}':<{NAME_WIDTH}}")
         self._progress.console.print(f"[{colour}]{state:>9}[/]  {name}   {note}", highlight=False)
@@ -183,8 +201,9 @@ class StudyDisplay:
             if run is None:
                 return f"left {UNKNOWN}"
             return f"left {_time_left(run.started, run.step - run.before, run.steps - run.before)}"
-        if self._done == self._total:
-            return "measures now"
+        return "measures now" if self._done == self._total else self._left_of_study()
+
+    def _left_of_study(self) -> str:
         under_way = tuple(self._runs.values())
         spared = self._kept + self._before + sum(each.before / each.steps for each in under_way)
         return f"left {_time_left(self._begun, self._reached() - spared, self._total - spared)}"

@@ -32,17 +32,46 @@ def test_names_and_messages_are_shown_and_not_obeyed(is_terminal):
     assert f"a[red]{SHOWN}, seed 0   message {SHOWN}" in written
 
 
-def test_a_long_note_is_written_out_once():
+def test_a_note_is_written_out_once_and_whose_it_is_is_said_at_the_end():
     file = io.StringIO()
     long = "no held-out loss: " + 20 * "why "
     with StudyDisplay(Console(file=file, width=200), 2) as display:
-        for arm, text in (("a", long), ("b", long), ("b", "short"), ("a", "short")):
+        for arm, text in (("a", long), ("b", long), ("b", "short"), ("a", "short"), ("b", "own")):
             display.run_noted(arm, 0, text)
+        for arm in "cde":
+            display.run_noted(arm, 1, "short")
     assert [line.strip() for line in file.getvalue().splitlines()] == [
         f"note  a, seed 0   {long.strip()}",
-        "note  b, seed 0   the same as of a, seed 0",
         "note  b, seed 0   short",
-        "note  a, seed 0   short",
+        "note  b, seed 0   own",
+        'note  a, seed 0   "no held-out loss: why why why why why wh..." holds for b, seed 0 too',
+        'note  b, seed 0   "short" holds for 4 other runs too',
+    ]
+
+
+def test_what_is_said_again_of_a_run_is_said_again():
+    """As after a run was damaged twice."""
+    file = io.StringIO()
+    with StudyDisplay(Console(file=file, width=200), 2) as display:
+        for _ in range(2):
+            display.run_noted("a", 0, "trained anew")
+    assert file.getvalue().count("a, seed 0   trained anew") == 2
+
+
+def test_without_a_terminal_each_run_that_ends_tells_the_time_left(clock):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
+    with StudyDisplay(console, 3) as display:
+        for number, arm in enumerate(("baseline", "nudge", "fa2"), start=1):
+            display.run_started(number, 3, arm, 0, 10)
+            clock[0] = 10.0 * number
+            display.run_advanced(arm, 0, 10, 2.0)
+            display.run_ended(arm, 0, "finished", "")
+    lines = file.getvalue().splitlines()
+    assert [line.partition("2.000")[2].strip() for line in lines] == [
+        "left 0:00:20",
+        "left 0:00:10",
+        "",
     ]
 
 
