@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stability.analysis.sequential import LOOKS
-from stability.cli.output import HOLDS, print_json, print_line
+from stability.cli.output import HOLDS, in_lines, print_json, print_line
 from stability.cli.run import check_keep, option_help, split_options
 from stability.config.command_study import (
     CommandStudy,
@@ -89,7 +89,7 @@ def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list
 
 def _tell(text: str) -> None:
     """Say on standard error what is done now: it takes from seconds to minutes."""
-    sys.stderr.write(f"{readable(text)}\n")
+    sys.stderr.write(f"{in_lines(readable(text), sys.stderr)}\n")
     sys.stderr.flush()
 
 

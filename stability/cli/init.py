@@ -3,7 +3,7 @@
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -25,10 +25,53 @@ TRIAL = 2
 STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
+_WIDER = {
+    "bfloat16": "float32",
+    "float16": "float32",
+    "bf16": "fp32",
+    "fp16": "fp32",
+    "bf16-mixed": "32-true",
+    "16-mixed": "32-true",
+}
+"""Values of a flag by which scripts ask for low precision, and the one for a precision higher."""
+_SWITCHES = ("bf16", "fp16", "amp")
+"""Flags without a value that do."""
+_LOOKS = 25
+"""At least of a run, where an attention is swapped: the gradient is judged from 20 on."""
 _OF_ATTENTION = """\
-  # of an attention only the same one with a planted fault counts, and both need a probe:
+  # of an attention only the same one with a planted fault counts, and both need a probe; `stability
+  # init --attention flash:fa2` (or MODULE:FUNCTION) writes them:
   # fa2: {attention: flash:fa2, probe: &looked {candidate: flash:fa2, every: 2, gradient_every: 1}}
   # broken: {attention: flash:fa2+out_gain_1pct, probe: *looked}
+"""
+_CANDIDATE = """\
+  # what is in question: another value of one flag, variable (env), commit (ref) or python
+{switch}  # candidate:
+  #   flags: {{a-flag: its-other-value}}
+"""
+_UNPLANTED = "sdpa:"
+"""What no fault can be planted on: PyTorch's own."""
+_SWAPPED = """\
+  # what is in question: it takes the place of the script's own attention, and is compared with it
+  {arm}:
+    attention: {name}
+    probe: &looked {{candidate: {name}, every: {every}, gradient_every: {every}}}
+"""
+_PLANTED = """\
+  # the same with a planted fault, which must be found to be harmed
+  broken:
+    attention: {name}+out_gain_1pct
+    probe: *looked
+"""
+_REFERENCE = """\
+  # the baseline one precision higher, from which both sides' distances are measured: beside BF16 by
+  # autocast FP32, on weights of the same dtype
+"""
+_BROKEN = """\
+  # a verdict also needs one that must be found to be harmed, as ten times the learning rate
+  # broken:
+  #   role: broken
+  #   flags: {a-learning-rate: ten-times-it}
 """
 _SEEDED = (
     "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
@@ -51,14 +94,16 @@ def init(
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
     template: Template | None = None,
+    attention: str = "",
 ) -> int:
     """Write a first study: of a command, after a trial of two updates, or by a template.
 
     With --template nothing is tried: a study is written that runs as it is, beside the files that
     it needs, and the next commands are said. Of a command what was seen of its training is said.
-    The study has a baseline, a rerun and a nudge, and places
-    for a candidate, a reference and a broken arm. Exit code 1 if the trial is no training that can
-    be recorded.
+    The study has a baseline, a rerun and a nudge, and places for a candidate, a reference and a
+    broken arm; with --attention these are the attention and the same with a planted fault. A
+    reference is written where a flag of the command is known to ask for low precision. Exit code 1
+    if the trial is no training that can be recorded, or has no attention to replace.
 
     Args:
         name: the study's name, by default the template's, or my_study
@@ -68,9 +113,11 @@ def init(
         env: variables that are set for it
         template: what the study asks of: a kernel of your own, the precision of linear layers, a
             script of your own, the layout over ranks, or checkpoints that exist already
+        attention: what is in question, in the place of the script's own attention: `flash:fa2`, or
+            your kernel as MODULE:FUNCTION, called as `function(q, k, v, *, causal, scale)`
     """
     if template is not None:
-        _check_template(name, to, steps, has_command=bool(words or env))
+        _check_template(name, to, steps, has_command=bool(words or env or attention))
         return write_template(template, to, name or f"my_{template}")
     name = name or "my_study"
     check_name(name, Place(source="init: name"), ())
@@ -90,6 +137,11 @@ def init(
     from stability.study.foreign import RunFailedError, record_command
     from stability.study.foreign_plan import plan_run
 
+    if "+" in attention:
+        raise ValueError(
+            f"init: attention must be given without a planted fault, got {attention!r}: the study "
+            "has an arm with one beside it"
+        )
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
         runs = [
             partial(
@@ -99,7 +151,7 @@ def init(
                 "baseline",
                 seed,
                 training,
-                asked=Asked(seed=seed, steps=TRIAL),
+                asked=Asked(seed=seed, steps=TRIAL, attention=attention),
                 words=given,
                 env=env,
             )
@@ -121,14 +173,23 @@ def init(
     for note in notes:
         print_line(f"  {note}")
     make_folders(to.parent)
-    write_text(to, study_text(name, given, env or {}, steps, is_seeded=is_seeded))
+    text = study_text(name, given, env or {}, steps, is_seeded=is_seeded, attention=attention)
+    write_text(to, text)
     if masked_words(given) != given or masked_values(env or {}) != (env or {}):
         print_line(
             f"{to}: holds a password or key as it was given; records do not, and a variable of the "
             "shell is in neither"
         )
-    print_line(f"{to}: fill in a candidate, then: stability run {to}")
+    todo = " and ".join(_to_fill_in(text))
+    print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
+    print_line(f"how long that takes: stability estimate {to}")
     return HOLDS
+
+
+def _to_fill_in(text: str) -> list[str]:
+    """Return the arms that a study has places for alone, and that a verdict needs."""
+    arms = {"candidate": "a candidate", "reference": "a reference", "broken": "a broken arm"}
+    return [said for arm, said in arms.items() if f"\n  # {arm}:\n" in text]
 
 
 def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> None:
@@ -164,9 +225,18 @@ def _trial_of_seed(record: Callable[[], object]) -> str:
 
 
 def study_text(
-    name: str, words: Sequence[str], env: dict[str, str], steps: int, *, is_seeded: bool = True
+    name: str,
+    words: Sequence[str],
+    env: dict[str, str],
+    steps: int,
+    *,
+    is_seeded: bool = True,
+    attention: str = "",
 ) -> str:
-    """Return the YAML of a study of the command `words`; `is_seeded`: whether seeds differ."""
+    """Return the YAML of a study of the command `words`.
+
+    `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one.
+    """
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -203,7 +273,11 @@ def study_text(
     said = yaml.dump(
         {"base": base}, Dumper=Dumper, sort_keys=False, default_flow_style=None, width=1000
     )
-    switch = _OF_SWITCHES if place == "{flags}" else ""
+    asked = _CANDIDATE.format(switch=_OF_SWITCHES if place == "{flags}" else "")
+    broken = _BROKEN + _OF_ATTENTION
+    if attention:
+        broken = _BROKEN if attention.startswith(_UNPLANTED) else ""
+        asked = _swapped(attention, max(1, steps // _LOOKS))
     return f"""name: {name}
 question: Does the candidate matter?
 
@@ -211,24 +285,35 @@ question: Does the candidate matter?
 arms:
   # the base is the baseline: the low precision, as BF16, whose own error a verdict measures by;
   # with FP32 as the baseline a nudge is as far as that error, and no step can be judged
-  # what is in question: another value of one flag, variable (env), commit (ref) or python
-{switch}  # candidate:
-  #   flags: {{a-flag: its-other-value}}
-  # the baseline one precision higher, from which both sides' distances are measured: beside BF16 by
-  # autocast FP32, on weights of the same dtype
-  # reference:
-  #   role: reference
-  #   flags: {{a-precision: a-higher-one}}
-  # a verdict also needs one that must be found to be harmed, as ten times the learning rate
-  # broken:
-  #   role: broken
-  #   flags: {{a-learning-rate: ten-times-it}}
-{_OF_ATTENTION}  rerun: {{}}
+{asked}{_REFERENCE}{_reference(rest)}{broken}  rerun: {{}}
   nudge:
     nudge: {{ulps: 1}}
 
 seeds: {seeds.rstrip()}
 """
+
+
+def _swapped(attention: str, every: int) -> str:
+    """Return the arm of an attention that is looked at, and the same with a planted fault."""
+    name = attention.rpartition(":")[2]
+    taken = ("baseline", "broken", "reference", "rerun", "nudge")
+    # a function may be called as another arm is, or as YAML's null
+    is_name = re.fullmatch(r"[A-Za-z]\w*", name) and parse_value(name) == name
+    arm = name if is_name and name not in taken else "candidate"
+    said = _SWAPPED.format(arm=arm, name=attention, every=every)
+    return said if attention.startswith(_UNPLANTED) else said + _PLANTED.format(name=attention)
+
+
+def _reference(flags: Mapping[str, Any]) -> str:
+    """Return the arm of the reference, filled in where a flag is known to ask for low precision."""
+    known = {name: False for name, value in flags.items() if name in _SWITCHES and value is True}
+    known |= {name: _WIDER[x] for name, x in flags.items() if isinstance(x, str) and x in _WIDER}
+    lines = ["reference:", "  role: reference", "  flags: {a-precision: a-higher-one}"]
+    if len(known) != 1:
+        return "".join(f"  # {line}\n" for line in lines)
+    ((name, value),) = known.items()
+    wide = "false" if value is False else f'"{value}"'
+    return f"  reference:\n    role: reference\n    flags: {{{name}: {wide}}}\n"
 
 
 def option_help() -> str:

@@ -23,7 +23,15 @@ import jsonargparse
 
 from stability import __version__
 from stability.cli.help_text import PLAIN_WORDS, HelpFormatter, end_of_help
-from stability.cli.output import EXIT_CODES, FAILS, HOLDS, INTERRUPTED, UNREAD, WRONG
+from stability.cli.output import (
+    EXIT_CODES,
+    FAILS,
+    HOLDS,
+    INTERRUPTED,
+    UNREAD,
+    WRONG,
+    in_lines,
+)
 from stability.records.atomic_files import DiskFullError
 from stability.records.identity import WAITING
 from stability.report.view.plain_text import readable
@@ -281,8 +289,9 @@ def _overview() -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print `message` on one line of standard error, and exit with the code for wrong input."""
-    sys.stderr.write(f"stability: {readable(' '.join(message.split()))}\n")
+    """Print `message` on standard error, and exit with the code for wrong input."""
+    said = f"stability: {readable(' '.join(message.split()))}"
+    sys.stderr.write(f"{in_lines(said, sys.stderr)}\n")
     sys.exit(WRONG)
 
 

@@ -1,8 +1,10 @@
 """How a verb answers: a line or JSON on standard output, and an exit code."""
 
 import json
+import shutil
 import sys
-from typing import Any
+import textwrap
+from typing import Any, TextIO
 
 from stability.records.sealed_json import jsonable
 from stability.report.view.plain_text import json_escaped, readable
@@ -16,6 +18,7 @@ __all__ = [
     "UNDECIDED",
     "UNREAD",
     "WRONG",
+    "in_lines",
     "print_json",
     "print_line",
     "write_json",
@@ -48,6 +51,30 @@ def write_json(text: str) -> None:
 
 
 def print_line(text: object) -> None:
-    """Print `text` as it stands, however long; a terminal obeys nothing that is in it."""
-    sys.stdout.write(f"{readable(str(text))}\n")
+    """Print `text`, as `in_lines`; a terminal obeys nothing that is in it."""
+    sys.stdout.write(f"{in_lines(readable(str(text)), sys.stdout)}\n")
     sys.stdout.flush()
+
+
+def in_lines(text: str, to: TextIO) -> str:
+    """Return `text` with no word broken at the edge of a terminal; elsewhere as it stands.
+
+    Each line goes on below its own indent. A file or a pipe gets long lines, which others search.
+    """
+    if not to.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_in_width(line, width) for line in text.split("\n"))
+
+
+def _in_width(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    if len(line) <= width or len(indent) > width // 2:
+        return line
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

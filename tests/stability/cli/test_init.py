@@ -26,7 +26,12 @@ def test_a_study_is_written_after_a_trial_and_runs_as_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
     study = load_command_study(tmp_path / "study.yaml")
     assert study.base.flags == {"lr": 0.02, "bf16": True}
-    assert [arm.role for arm in expand_commands(study)] == ["baseline", "rerun", "nudge"]
+    assert [arm.role for arm in expand_commands(study)] == [
+        "baseline",
+        "reference",
+        "rerun",
+        "nudge",
+    ]
     first = study.base.words()
     assert first == [*PLAIN, "--seed", "{seed}", "--lr", "0.02", "--bf16"]
     assert code_of("run", "study.yaml", "--wandb", "disabled") == 0
@@ -122,6 +127,95 @@ def test_the_arms_of_an_attention_differ_in_a_planted_fault_and_are_probed(tmp_p
     assert wrong.attention == f"{right.attention}+out_gain_1pct"
     assert wrong.probe == right.probe
     assert right.probe.candidate == right.attention
+
+
+@pytest.mark.parametrize(
+    ("attention", "arm"),
+    [
+        ("flash:fa2", "fa2"),
+        ("mine:attend", "attend"),
+        ("mine:baseline", "candidate"),
+        ("mine:broken", "candidate"),
+        ("mine:null", "candidate"),
+    ],
+)
+@pytest.mark.parametrize(("steps", "every"), [(7, 1), (100, 4), (1000, 40)])
+def test_an_attention_is_written_with_its_fault_and_looks_enough(
+    tmp_path: Path, attention: str, arm: str, steps: int, every: int
+) -> None:
+    words = ["python", "train.py", "--seed", "{seed}", "--bf16"]
+    (tmp_path / "study.yaml").write_text(study_text("mine", words, {}, steps, attention=attention))
+    arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    assert list(arms) == ["baseline", arm, "broken", "reference", "rerun", "nudge"]
+    assert arms[arm].role == "candidate"
+    assert arms[arm].config.attention == attention
+    assert arms["broken"].role == "broken"
+    assert arms["broken"].config.attention == f"{attention}+out_gain_1pct"
+    for one in (arms[arm], arms["broken"]):
+        assert one.config.probe.settings() == {
+            "candidate": attention,
+            "every": every,
+            "gradient_every": every,
+        }
+    assert arms["reference"].role == "reference"
+    assert arms["reference"].config.words() == words[:-1]
+
+
+def test_of_pytorchs_own_attention_no_faulty_one_is_written(tmp_path: Path) -> None:
+    words = ["python", "train.py", "--seed", "{seed}"]
+    text = study_text("mine", words, {}, 100, attention="sdpa:math")
+    (tmp_path / "study.yaml").write_text(text)
+    arms = expand_commands(load_command_study(tmp_path / "study.yaml"))
+    assert [arm.name for arm in arms] == ["baseline", "math", "rerun", "nudge"]
+    assert "\n  # broken:\n" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "wide"),
+    [
+        (["--bf16"], []),
+        (["--amp", "--lr", "0.1"], ["--lr", "0.1"]),
+        (["--dtype", "bfloat16"], ["--dtype", "float32"]),
+        (["--precision=bf16-mixed"], ["--precision=32-true"]),
+        (["precision=bf16-mixed", "lr=1"], ["precision=32-true", "lr=1"]),
+        (["--lr", "0.1"], None),
+        (["--bf16", "--dtype", "float16"], None),
+        (["--amp", "8"], None),
+    ],
+)
+def test_a_reference_is_filled_in_where_a_flag_is_known(
+    tmp_path: Path, flags: list[str], wide: list[str] | None
+) -> None:
+    """Of two such flags nobody knows which one decides."""
+    text = study_text("mine", ["python", "train.py", *flags], {}, 7)
+    (tmp_path / "study.yaml").write_text(text)
+    arms = {x.role: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    assert ("reference" in arms) == (wide is not None)
+    assert ("  # reference:\n" in text) == (wide is None)
+    if wide is not None:
+        assert arms["reference"].config.words() == ["python", "train.py", *wide]
+
+
+def test_an_attention_that_replaces_nothing_is_told_before_a_study_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--attention", "flash:fa2", "--", *PLAIN, "--seed", "0"]
+    assert code_of("init", *words) == 1
+    assert "FAILED" in capsys.readouterr().out
+    assert code_of("init", "--attention", "flash:fa2+dq_gain", "--", *PLAIN) == 2
+    assert "attention must be given without a planted fault" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", "--", *PLAIN, "--seed", "0", "--bf16") == 0
+    said = capsys.readouterr().out
+    assert "study.yaml: fill in a candidate and a broken arm, then: stability run" in said
+    assert "how long that takes: stability estimate study.yaml" in said
 
 
 def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:

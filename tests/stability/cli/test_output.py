@@ -1,5 +1,6 @@
 """What verbs print with --json is JSON, and their exit codes are those of one table."""
 
+import io
 import json
 import math
 import os
@@ -9,10 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stability.cli import verdict
 from stability.cli.main import main
-from stability.cli.output import EXIT_CODES, UNDECIDED, print_json, print_line
+from stability.cli.output import EXIT_CODES, UNDECIDED, in_lines, print_json, print_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -125,3 +128,28 @@ def test_a_terminal_obeys_nothing_in_a_line_or_an_error(capsys):
     assert said.out == "arm \\x1b]0;owned\\x07 FAIL\n"
     assert r"no/such/\x1b[2Jstudy" in said.err
     assert "\x1b" not in said.err
+
+
+class Terminal(io.StringIO):
+    """What takes text as a terminal does."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    words=st.lists(st.text("abc-/{}", min_size=1, max_size=30), min_size=1, max_size=40),
+    indent=st.integers(0, 12),
+    width=st.integers(32, 100),
+)
+def test_a_terminal_gets_no_line_wider_than_it_is_and_no_word_broken(words, indent, width):
+    text = " " * indent + " ".join(words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(width))
+        found = in_lines(text, Terminal())
+    assert found.split() == words
+    assert in_lines(text, io.StringIO()) == text
+    for line in found.split("\n"):
+        assert len(line) <= width or len(line.split()) == 1
+        assert line.startswith(" " * indent)
