@@ -353,8 +353,10 @@ def _said_of_seeds(found: _Findings) -> str:
             f"lost exclude a rate of lost seeds above {rate:.0%}"
         )
     rate = _excluded_rate(found.clean, found.alpha)
-    clean = f"{found.clean} of {count} seeds" if with_spikes else f"{count} seeds"
-    return f"{said}; {clean} without fault exclude a rate of bad seeds above {rate:.0%}"
+    seeds = "seed" if count == 1 else "seeds"
+    clean = f"{found.clean} of {count} {seeds}" if with_spikes else f"{count} {seeds}"
+    exclude = "excludes" if (found.clean if with_spikes else count) == 1 else "exclude"
+    return f"{said}; {clean} without fault {exclude} a rate of bad seeds above {rate:.0%}"
 
 
 def _excluded_rate(sound: int, alpha: float) -> float:

@@ -51,7 +51,9 @@ def run(
 ) -> int:
     """Train every arm and seed of a study, print the ladder and write the report.
 
-    Its arms are configs of our own trainer, or commands: the base then has a `command`.
+    Its arms are configs of our own trainer, or commands: the base then has a `command`. Exit code 0
+    once every run has ended, whatever the answer is, which `stability verdict` also gives by its
+    exit code; 1 if a run failed.
 
     Args:
         study: the study's YAML file

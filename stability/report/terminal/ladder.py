@@ -203,8 +203,8 @@ def _left_out(ladder: Ladder, layout: _Layout, widest: _Layout) -> list[str]:
 
 
 def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str:
-    seeds = f"mean of {len(ladder.seeds)} seeds" if len(ladder.seeds) > 1 else "1 seed"
-    lines = [f"drift: distance from the baseline's weights, relative L2 over all of them, {seeds}."]
+    of = _seeds(ladder)
+    lines = [f"drift: distance from the baseline's weights, relative L2 over all of them, {of}."]
     if layout.w1:
         lines.append(
             "W1: 1-D Wasserstein distance of the weights' values, in units of the weights."
@@ -223,6 +223,15 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
     if layout.held_out and has_held_out(ladder):
         lines.append("held-out loss: at the last step, on text that no arm trains on.")
     return "\n".join(lines)
+
+
+def _seeds(ladder: Ladder) -> str:
+    """Return how many seeds a drift is of, which are not all where some have yet to be trained."""
+    planned = len(ladder.seeds)
+    known = max((max(row.rel_l2.early.n, row.rel_l2.last.n) for row in ladder.rows), default=0)
+    if 0 < known < planned:
+        return f"of {known} of {planned} seeds so far"
+    return f"mean of {planned} seeds" if planned > 1 else "1 seed"
 
 
 def _tail(steps: int) -> str:

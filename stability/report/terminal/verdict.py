@@ -27,6 +27,7 @@ from stability.report.view.evidence import (
     Tone,
     evidence_rows,
     headline,
+    judged_step,
     legend,
     legend_of,
 )
@@ -65,6 +66,8 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
         console.print(as_text(said, style="dim"))
     again = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
+    if step := judged_step(verdict):
+        at += f", training at step {step}"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))
 
@@ -87,7 +90,7 @@ def verdict_lines(verdict: StudyVerdict, arms: tuple[ArmVerdict, ...]) -> list[s
         lines += _wrapped(f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}.")
     for arm in arms:
         lines += _arm_lines(arm)
-    lines += ["", said] if (said := legend(" ".join(lines))) else []
+    lines += ["", *said.splitlines()] if (said := legend(" ".join(lines))) else []
     more = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"Look at {verdict.look} seeds" if verdict.look else "No look yet"
     return [*lines, "", *_wrapped(f"{at}, one-sided error rate {verdict.alpha:.3g}{more}.")]

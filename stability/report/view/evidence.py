@@ -21,6 +21,7 @@ __all__ = [
     "Tone",
     "evidence_rows",
     "headline",
+    "judged_step",
     "legend",
     "legend_of",
     "verdict_of",
@@ -38,7 +39,11 @@ STATE_WORDS: dict[LevelState, str] = {
 }
 """A state in a table's cell."""
 
-_OF_EXCESS = "E: an arm's distance from the reference's weights, over the baseline's distance."
+_LEGENDS = {
+    r"\bE \d": "E: an arm's distance from the reference's weights, over the baseline's distance.",
+    r"\bf -?\d": "f: the share of a gradient's error that is the same at all looks.",
+}
+"""What a figure is, by what it looks like."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +95,14 @@ def headline(verdict: StudyVerdict) -> str:
 
 
 def legend(text: str) -> str:
-    """Return what E is, where `text` has a figure of it; else nothing."""
-    return _OF_EXCESS if re.search(r"\bE \d", text) else ""
+    """Return what E and f are, each on a line, where `text` has a figure of it; else nothing."""
+    return "\n".join(said for figure, said in _LEGENDS.items() if re.search(figure, text))
+
+
+def judged_step(verdict: StudyVerdict) -> int:
+    """Return the step at which training is judged; 0 where it is not."""
+    steps = (arm.levels["training"].figures.get("step", 0) for arm in verdict.arms)
+    return int(max(steps, default=0))
 
 
 def legend_of(rows: Iterable[EvidenceRow]) -> str:

@@ -98,6 +98,11 @@ def _worse_by(*differences, **options):
 RIGHT = (1e-4, -2e-4, 5e-5, -1e-4, 3e-4)
 
 
+def test_of_one_seed_without_fault_the_verb_is_singular():
+    runs = [_run("candidate", 0, more=1e-4), *(_run("candidate", s, spikes=(90,)) for s in (1, 2))]
+    assert "1 of 3 seeds without fault excludes a rate of" in _judge(runs).sentence
+
+
 def test_small_differences_of_either_sign_hold():
     found = _judge(_worse_by(*RIGHT))
     assert found.state == "holds"

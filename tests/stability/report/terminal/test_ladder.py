@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,16 @@ def test_candidates_get_their_sentence_and_controls_their_notes(finished):
     assert "flash_fa2 moves the weights" in text
     assert "note: A/A is zero" in text
     assert "mean of 2 seeds" in text
+
+
+def test_of_a_study_in_training_no_mean_of_all_its_seeds_is_claimed(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "begun", seeds=[0, 1, 2])
+    for arm in synthetic.ARMS:
+        for seed in (1, 2):
+            shutil.rmtree(RunPaths.for_run(study, arm["name"], seed).root)
+    text = " ".join(printed(study, 100).split())
+    assert "relative L2 over all of them, of 1 of 3 seeds so far." in text
+    assert "mean of 3 seeds" not in text
 
 
 @pytest.mark.parametrize("width", [80, 130, 200])

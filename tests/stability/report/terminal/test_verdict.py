@@ -81,6 +81,27 @@ def test_what_e_is_stands_once_and_only_beside_a_figure_of_it():
             assert all(len(line) <= 80 for line in said)
 
 
+def test_what_f_is_stands_beside_a_figure_of_it():
+    plain = study_verdict()
+    first = plain.arms[0]
+    level = replace(first.levels["gradient"], cell="1.02x f -0.012")
+    arm = replace(first, levels={**first.levels, "gradient": level})
+    said = "f: the share of a gradient's error that is the same at all looks."
+    assert said not in printed(plain)
+    assert printed(replace(plain, arms=(arm, *plain.arms[1:]))).count(said) == 1
+
+
+def test_the_step_that_training_is_judged_at_stands_below_the_table():
+    plain = study_verdict()
+    arms = []
+    for arm in plain.arms:
+        level = replace(arm.levels["training"], figures={"step": 30.0})
+        arms.append(replace(arm, levels={**arm.levels, "training": level}))
+    assert "training at step" not in printed(plain)
+    said = " ".join(printed(replace(plain, arms=tuple(arms))).split())
+    assert "judged at the look at 3 seeds, training at step 30" in said
+
+
 def test_wandb_gets_a_row_for_each_arm_and_level():
     columns, rows = wandb_rows(study_verdict().to_dict()["arms"])
     assert len(rows) == 3 * len(LEVELS)
