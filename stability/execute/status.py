@@ -107,7 +107,11 @@ def _of_record(paths: RunPaths, manifest: Manifest, until: int, job: Standing | 
     logged = last_logged(paths.metrics, TRAIN_LOSS)
     # the manifest's step is that of its last snapshot: the log is ahead of it
     step = max(manifest.step, logged[0] if logged else 0)
-    written = datetime.fromtimestamp(paths.manifest.stat().st_mtime)
+    files = [paths.manifest]
+    if manifest.state in ENDED and paths.metrics.exists():
+        # a manifest is written again when snapshots are dropped or faults were planted; a log isn't
+        files.append(paths.metrics)
+    written = datetime.fromtimestamp(min(path.stat().st_mtime for path in files))
     told = {"arm": paths.arm, "seed": paths.seed, "step": step, "until": until}
     since = written.isoformat(timespec="seconds")
     if manifest.state in ENDED:

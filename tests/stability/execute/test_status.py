@@ -1,8 +1,10 @@
 """Where runs stand: by their records alone, and by the queue where they have jobs."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 
@@ -44,6 +46,19 @@ def test_every_run_has_one_state(disturbed):
     assert found["init_seed", 0].state == "waiting"
     assert (found["init_seed", 1].state, found["init_seed", 1].job) == ("queued", "17_1")
     assert found[FINISH].job == "18"
+
+
+def test_a_run_has_ended_when_its_log_did_not_when_its_snapshots_were_dropped(disturbed):
+    paths = RunPaths.for_run(disturbed, "baseline", 0)
+    ended = datetime(2026, 1, 2, 3, 4, 5)
+    os.utime(paths.metrics, (ended.timestamp(),) * 2)
+    found = {(run.arm, run.seed): run for run in study_status(disturbed).runs}
+    assert found["baseline", 0].since == ended.isoformat()
+    # one that failed wrote nothing more to its log
+    failed = RunPaths.for_run(disturbed, "rerun", 1)
+    os.utime(failed.metrics, (ended.timestamp(),) * 2)
+    found = {(run.arm, run.seed): run for run in study_status(disturbed).runs}
+    assert found["rerun", 1].since > "2026-01-03"
 
 
 def test_it_is_read_in_80_columns_and_as_json(disturbed, capsys, monkeypatch):
