@@ -125,7 +125,7 @@ def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) ->
     of = {"host": "the host's", "gpu": "a GPU's"}
     memory = " and ".join(f"{in_units(size)} of {of[where]}" for where, size in cost.memory.items())
     lines.append(f"memory  {memory or 'not known'}")
-    return [*lines, "        of the process that held most in its first few updates"]
+    return [*lines, "        of one run, in its first few updates"]
 
 
 def _time(study: Study, cost: Cost, load: float) -> list[str]:

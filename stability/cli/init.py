@@ -1,5 +1,6 @@
 """`stability init -- COMMAND`: write a study of a command, after a trial of two updates."""
 
+import json
 import re
 import shlex
 import tempfile
@@ -35,7 +36,8 @@ _WIDER = {
 }
 """Values of a flag by which scripts ask for low precision, and the one for a precision higher."""
 _SWITCHES = ("bf16", "fp16", "amp")
-"""Flags without a value that do."""
+"""Flags that are given, or true, where they do."""
+_OFF = {"True": "False", "true": "false"}
 _LOOKS = 25
 """At least of a run, where an attention is swapped: the gradient is judged from 20 on."""
 _OF_ATTENTION = """\
@@ -306,14 +308,18 @@ def _swapped(attention: str, every: int) -> str:
 
 def _reference(flags: Mapping[str, Any]) -> str:
     """Return the arm of the reference, filled in where a flag is known to ask for low precision."""
-    known = {name: False for name, value in flags.items() if name in _SWITCHES and value is True}
+    known = {
+        name: _OFF[str(x)] for name, x in flags.items() if name in _SWITCHES and str(x) in _OFF
+    }
     known |= {name: _WIDER[x] for name, x in flags.items() if isinstance(x, str) and x in _WIDER}
     lines = ["reference:", "  role: reference", "  flags: {a-precision: a-higher-one}"]
     if len(known) != 1:
         return "".join(f"  # {line}\n" for line in lines)
     ((name, value),) = known.items()
-    wide = "false" if value is False else f'"{value}"'
-    return f"  reference:\n    role: reference\n    flags: {{{name}: {wide}}}\n"
+    # a switch is given or not; a text stays one
+    wide = "false" if flags[name] is True else json.dumps(value)
+    shown = name if parse_value(name) == name else json.dumps(name)
+    return f"  reference:\n    role: reference\n    flags: {{{shown}: {wide}}}\n"
 
 
 def option_help() -> str:

@@ -57,8 +57,8 @@ class Spooled:
     times: Mapping[int, tuple[float, float]]
     """By step, when that state had been copied and when it was written; not of the start."""
     memory: Mapping[str, int]
-    """The most bytes that a process has held at once, of the `host` and, if it had one, its `gpu`;
-    empty if all were killed."""
+    """The most bytes held: of the `host` by all processes that train, each at its own worst moment,
+    and of a `gpu` by one of them, if they had any; empty if all were killed."""
     environment: Mapping[str, Any]
     modules: Mapping[str, str]
     attention: Mapping[str, Any]
@@ -139,7 +139,7 @@ def read_spool(folder: Path) -> Spooled:
             for line in ranks[first]
             if line["kind"] == "state" and "copied" in line
         },
-        memory=_most([end.get("memory", {}) for end in ends if end]),
+        memory=_memory([end.get("memory", {}) for end in ends if end]),
         environment={**begin["environment"], **(ends[first] or {}).get("code", {})},
         modules=modules,
         attention=(ends[first] or {}).get("attention", {}),
@@ -231,10 +231,11 @@ def _end_of(lines: list[dict[str, Any]]) -> dict[str, Any] | None:
     return next((line for line in lines if line["kind"] == "end"), None)
 
 
-def _most(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in counts:
-        found |= {what: max(count, found.get(what, 0)) for what, count in each.items()}
+def _memory(held: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    found = {}
+    for where, together in (("host", sum), ("gpu", max)):
+        if counts := [each[where] for each in held if where in each]:
+            found[where] = together(counts)
     return found
 
 

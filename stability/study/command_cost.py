@@ -9,7 +9,7 @@ trial. What a script evaluates after these updates is not seen, so that a study 
 distances, planted faults and the report come on top.
 
 Disk. The records of the trial, states by their number, and the log by its updates. Memory. The most
-that a process which trains has held in a trial, of the host's and of a GPU's.
+that the processes which train have held in a trial, of the host's together, of a GPU's one of them.
 """
 
 import json
@@ -58,7 +58,7 @@ class CommandTrial:
     fixed_bytes: int
     """Of what is written once."""
     memory: Mapping[str, int]
-    """The most bytes that a process has held, by what has them: `host`, `gpu`."""
+    """The most bytes that its processes have held, as `Spooled.memory`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ class CommandCost:
     disk: dict[str, int]
     """Bytes that stay, by what they are."""
     memory: dict[str, int]
-    """The most bytes that a process has held, of the `host` and, where one is used, its `gpu`."""
+    """The most bytes that a run's processes hold of the `host`, and one of them of its `gpu`."""
 
     @property
     def bytes(self) -> int:

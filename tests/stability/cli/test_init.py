@@ -181,6 +181,9 @@ def test_of_pytorchs_own_attention_no_faulty_one_is_written(tmp_path: Path) -> N
         (["--lr", "0.1"], None),
         (["--bf16", "--dtype", "float16"], None),
         (["--amp", "8"], None),
+        (["--bf16", "True"], ["--bf16", "False"]),
+        (["bf16=true"], ["bf16=false"]),
+        (["--bf16", "False"], None),
     ],
 )
 def test_a_reference_is_filled_in_where_a_flag_is_known(

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from stability.config.command_study import load_command_study
+from stability.recorder.spooled import _memory
 from stability.study import command_cost
 from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
 from stability.study.run_commands import plan_commands
@@ -190,7 +191,7 @@ def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds)
     assert "mine: 8 runs time" in said
     assert "and what a script evaluates after its first few updates" in said
     assert "seed 0, where the gradient is looked at, takes" in said
-    assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of the process that held" in said
+    assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of one run, in its" in said
     assert ("- seeds, 4 now." in said) == (seconds > 600)
     assert "probe: {seeds: first}" not in said, "no study of commands has that"
 
@@ -199,3 +200,10 @@ def test_a_policy_that_drops_snapshots_is_refused(folder, capsys):
     path = study_of(folder, "plain.py", {"rerun": {}})
     assert code_of("estimate", str(path), "--keep", "none") == 2
     assert "keep must be all for a study of commands, got none" in capsys.readouterr().err
+
+
+def test_ranks_share_the_host_and_have_a_gpu_each():
+    held = [{"host": 3, "gpu": 5}, {"host": 4, "gpu": 7}, {}]
+    assert _memory(held) == {"host": 7, "gpu": 7}
+    assert _memory([{"host": 3}]) == {"host": 3}
+    assert _memory([]) == {}
