@@ -137,6 +137,11 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
     gaps = plan_gaps(read_study(runs[0].folder), {run.arm: run.config for run in first})
     for gap in gaps:
         observer.study_noted(f"no PASS as it stands: {gap}")
+    if gaps:
+        observer.study_noted(
+            "to change that interrupt now, change the study's file and remove "
+            f"{runs[0].folder}: what is judged was sealed there"
+        )
     slow = " and ".join(run.arm for run in first if run.asked.probe.get("gradient_every"))
     if slow and len(first) < len(runs):
         observer.study_noted(

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, StudyPaths
+from stability.study import run_commands
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
 GIT = ["git", "-c", "user.email=a@example.org", "-c", "user.name=a"]
@@ -301,6 +303,31 @@ def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     assert "add an arm like `reference: {role: reference, flags: {bf16: false}}`" in said
     assert "no run has a held-out loss: the script evaluates nothing" in said
     assert "held_out.share" not in said
+
+
+def test_what_a_pass_lacks_and_what_takes_long_is_said_before_the_first_run(
+    commands: Commands, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_commands, "record_planned", lambda *_, **__: ("failed", "not run"))
+    probe = {"candidate": "flash:fa2", "every": 2, "gradient_every": 1}
+    arms = {"fa2": {"attention": "flash:fa2", "probe": probe}}
+    assert commands.run(arms, base={"train": {"steps": 30}}, seeds=[0, 1, 2]) == 1
+    said, _, rest = " ".join(capsys.readouterr().out.split()).partition("failed baseline, seed 0")
+    assert rest, "all of it is said before"
+    assert "no PASS as it stands: there is no reference" in said
+    assert "no PASS as it stands: no arm is broken on purpose" in said
+    assert "looks" not in said
+    assert "interrupt now, change the study's file and remove runs/mine" in said
+    assert "with seed 0 alone the whole model's gradient is looked at: there fa2 may take" in said
+    # a whole one has nothing to be told
+    arms["broken"] = {"attention": "flash:fa2+out_gain_1pct", "probe": probe}
+    arms["reference"] = {"role": "reference", "flags": {"bf16": False}}
+    arms["nudge"] = {"nudge": {"ulps": 1}}
+    shutil.rmtree(commands.folder / "runs")
+    assert commands.run(arms, base={"train": {"steps": 30}}, seeds=[0, 1, 2]) == 1
+    said = capsys.readouterr().out
+    assert "no PASS" not in said
+    assert "interrupt now" not in said
 
 
 @pytest.mark.slow
