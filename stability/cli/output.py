@@ -1,9 +1,9 @@
 """How a verb answers: a line or JSON on standard output, and an exit code."""
 
 import json
-import shutil
 import sys
 import textwrap
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
 from stability.records.sealed_json import jsonable
@@ -63,7 +63,7 @@ def in_lines(text: str, to: TextIO) -> str:
     """
     if not to.isatty():
         return text
-    width = shutil.get_terminal_size().columns
+    width = get_terminal_size().columns
     return "\n".join(_in_width(line, width) for line in text.split("\n"))
 
 

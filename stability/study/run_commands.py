@@ -139,8 +139,8 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
         observer.study_noted(f"no PASS as it stands: {gap}")
     if gaps:
         observer.study_noted(
-            "to change that interrupt now, change the study's file and remove "
-            f"{runs[0].folder}: what is judged was sealed there"
+            "to change that interrupt now, change the study's file and move "
+            f"{runs[0].folder} away: what is judged was sealed there"
         )
     slow = " and ".join(run.arm for run in first if run.asked.probe.get("gradient_every"))
     if slow and len(first) < len(runs):
