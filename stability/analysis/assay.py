@@ -41,6 +41,7 @@ __all__ = [
     "found_at",
     "stale_part",
     "tells_enough",
+    "why_training_is_unshown",
     "why_unplanted",
     "would_have_shown",
 ]
@@ -80,7 +81,7 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     except ValueError as error:
         return ArmAssay(state="not measured", sentence=f"the assay can't be read: {error}")
     precision = _precision(study, arm)
-    trouble = _unplanted(study)
+    trouble = why_training_is_unshown(study)
     if record is None:
         trouble = trouble or _not_planted(study, arm)
     else:
@@ -329,7 +330,7 @@ def _not_its_own(study: RecordedStudy, record: AssayRecord, arm: RecordedArm) ->
     return ""
 
 
-def _unplanted(study: RecordedStudy) -> str:
+def why_training_is_unshown(study: RecordedStudy) -> str:
     """Return that no arm carries the fault that training must see; empty if one does.
 
     Where no arm is broken on purpose at all, the verdict says so itself.

@@ -8,7 +8,7 @@ levels' evidence).
 from collections.abc import Mapping
 from typing import Any
 
-from stability.analysis.advice import advice
+from stability.analysis.assay import why_training_is_unshown
 from stability.analysis.gradient_evidence import LOOKS_NEEDED
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
@@ -31,34 +31,41 @@ def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) ->
     found = []
     if any(not why_inapplicable(study, arm) for arm in candidates):
         found += [": ".join(missing_controls(study))]
-    if not any(arm.role == "broken" for arm in study.arms):
+    swaps = any(touches(arm.diff, ("attention",)) for arm in candidates)
+    if not any(arm.role == "broken" and arm not in candidates for arm in study.arms):
         found.append(
             "no arm is broken on purpose, so that it is not known that harm is seen: add one with "
             "`role: broken`"
         )
+    elif swaps and (why := why_training_is_unshown(study)):
+        found.append(f"{why}: add an arm `broken: {{attention: flash:fa2+out_gain_1pct}}`")
     if len(study.seeds) < LOOKS[0]:
         found.append(
             f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: give it more "
             f"(--seeds {LOOKS[0]})"
         )
-    found += [said for arm in candidates if (said := _unseen(study, arm, configs[arm.name]))]
+    found += [said for arm in candidates if (said := _unseen(arm, configs[arm.name]))]
     return [said for said in dict.fromkeys(found) if said]
 
 
-def _unseen(study: RecordedStudy, arm: RecordedArm, config: Mapping[str, Any]) -> str:
+def _unseen(arm: RecordedArm, config: Mapping[str, Any]) -> str:
     """Return why looks at an attention that is swapped are none or too few; empty if they do."""
     if not touches(arm.diff, ("attention",)):
         return ""
     probe, steps = config.get("probe", {}), config["train"]["steps"]
-    every = probe.get("gradient_every", 0)
-    if not every:
+    every, of_gradient = (probe.get(name, 0) for name in ("every", "gradient_every"))
+    enough = max(1, steps // LOOKS_NEEDED)
+    if not (every and of_gradient):
+        what = "its attention" if not every else "the whole model's gradient"
+        name = arm.diff.get("attention.implementation", ("", ""))[-1] or "flash:fa2"
         return (
-            f"{arm.name}: nothing looks at the whole model's gradient there, and no faults are "
-            f"planted where nothing does: {advice(study, 'gradient')}"
+            f"{arm.name}: nothing looks at {what} there: `probe: {{candidate: {name}, every: "
+            f"{enough}, gradient_every: {enough}}}` in the arm, or in the base for all"
         )
-    if steps // every < LOOKS_NEEDED:
+    if steps // of_gradient < LOOKS_NEEDED:
+        fewer = f"gradient_every {enough}, or " if enough < of_gradient else ""
         return (
             f"{arm.name}: the gradient is judged from {LOOKS_NEEDED} looks on, and {steps} updates "
-            f"with gradient_every {every} have {steps // every}"
+            f"with gradient_every {of_gradient} have {steps // of_gradient}: {fewer}more updates"
         )
     return ""

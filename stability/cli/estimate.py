@@ -41,7 +41,8 @@ def estimate(
 
     A few updates of each arm are made in a temporary folder, and standard error says of which; no
     run is begun, and nothing is kept. A command is started for them as `stability run` would start
-    it. Of a study that takes long it says what would shorten it.
+    it, with `trial` for {arm}: what it saves outside of {out} it saves then too. Of a study that
+    takes long it says what would shorten it.
 
     Args:
         study: the study's YAML file
@@ -111,7 +112,7 @@ def _lines(study: StudyConfig, cost: "StudyCost", load: float) -> list[str]:
 def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) -> list[str]:
     from stability.study.size_check import in_units  # heavy: torch
 
-    lines = _time(study, cost, load)
+    lines = _time(study, cost, 0.0 if "gpu" in cost.memory else load)
     lines.insert(3, "        and what a script evaluates after its first few updates")
     first, *others = cost.seconds_by_seed.items()
     if others and first[1] > 1.2 * others[0][1]:

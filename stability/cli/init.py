@@ -4,20 +4,25 @@ import json
 import re
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
 from stability.cli.templates import Template, write_template
+from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import command_training, end_of_program
 from stability.config.convert import Place
 from stability.config.flags import PLACE, split_flags
-from stability.config.load import check_name, parse_value
+from stability.config.load import RESERVED, check_name, parse_value
 from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
+
+if TYPE_CHECKING:
+    from stability.records.manifest import Manifest
 
 __all__ = ["init", "option_help", "split_options"]
 
@@ -27,14 +32,11 @@ STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
 _WIDER = {
-    "bfloat16": "float32",
-    "float16": "float32",
-    "bf16": "fp32",
-    "fp16": "fp32",
-    "bf16-mixed": "32-true",
-    "16-mixed": "32-true",
+    "dtype": {"bfloat16": "float32", "float16": "float32", "bf16": "fp32", "fp16": "fp32"},
+    "precision": {"bf16-mixed": "32-true", "16-mixed": "32-true", "bf16": "fp32", "fp16": "fp32"},
+    "mixed_precision": {"bf16": "no", "fp16": "no"},
 }
-"""Values of a flag by which scripts ask for low precision, and the one for a precision higher."""
+"""Values of flags by which scripts ask for low precision, and those of a higher one."""
 _SWITCHES = ("bf16", "fp16", "amp")
 """Flags that are given, or true, where they do."""
 _OFF = {"True": "False", "true": "false"}
@@ -51,8 +53,6 @@ _CANDIDATE = """\
 {switch}  # candidate:
   #   flags: {{a-flag: its-other-value}}
 """
-_UNPLANTED = "sdpa:"
-"""What no fault can be planted on: PyTorch's own."""
 _SWAPPED = """\
   # what is in question: it takes the place of the script's own attention, and is compared with it
   {arm}:
@@ -60,7 +60,7 @@ _SWAPPED = """\
     probe: &looked {{candidate: {name}, every: {every}, gradient_every: {every}}}
 """
 _PLANTED = """\
-  # the same with a planted fault, which must be found to be harmed
+  # one with a planted fault, which must be found to be harmed
   broken:
     attention: {name}+out_gain_1pct
     probe: *looked
@@ -119,7 +119,11 @@ def init(
             your kernel as MODULE:FUNCTION, called as `function(q, k, v, *, causal, scale)`
     """
     if template is not None:
-        _check_template(name, to, steps, has_command=bool(words or env or attention))
+        if attention:
+            raise ValueError(
+                f"init: attention must be given with a command, got {attention!r} with --template"
+            )
+        _check_template(name, to, steps, has_command=bool(words or env))
         return write_template(template, to, name or f"my_{template}")
     name = name or "my_study"
     check_name(name, Place(source="init: name"), ())
@@ -132,60 +136,114 @@ def init(
             "init: a command must follow --, as in `-- python train.py`, or --template "
             f"one of {', '.join(get_args(Template))}"
         )
-    given, has_seed = _with_seed(words)
-    training = command_training(given, env or {})
-    from stability.recorder.held_out import NONE_SEEN  # heavy from here on
-    from stability.recorder.launch import Asked
-    from stability.study.foreign import RunFailedError, record_command
-    from stability.study.foreign_plan import plan_run
-
     if "+" in attention:
         raise ValueError(
             f"init: attention must be given without a planted fault, got {attention!r}: the study "
             "has an arm with one beside it"
         )
+    given, has_seed = _with_seed(words)
+    text = partial(study_text, name, given, env or {}, steps, attention=attention)
+    from stability.study.foreign import RunFailedError  # heavy from here on
+
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
-        runs = [
-            partial(
-                plan_run,
-                Path(folder),
-                "trial",
-                "baseline",
-                seed,
-                training,
-                asked=Asked(seed=seed, steps=TRIAL, attention=attention),
-                words=given,
-                env=env,
-            )
-            for seed in (0, 1)
-        ]
+        trials = _Trials(Path(folder), given, env or {}, attention)
         try:
-            found = record_command(runs[0]()).resolved
+            found = trials.record()
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
-        notes, is_seeded = [], has_seed
-        if not has_seed:
-            said = _trial_of_seed(lambda: record_command(runs[1]()))
-            notes, is_seeded = [said], said == _SEEDED
-    trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
-    notes += [note.replace(NONE_SEEN, trial) for note in found["notes"]]
-    models = ", ".join(found["models"]) or "no module"
-    print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
-    for note in notes:
-        print_line(f"  {note}")
+        said = "" if has_seed else trials.of_seed()
+        why_not = trials.of_reference(text(), found.hashes["init_weights"])
+    _print_seen(found.resolved, [said, why_not and f"no reference is written: {why_not}"])
     make_folders(to.parent)
-    text = study_text(name, given, env or {}, steps, is_seeded=is_seeded, attention=attention)
-    write_text(to, text)
+    written = text(is_seeded=has_seed or said == _SEEDED, has_reference=not why_not)
+    write_text(to, written)
     if masked_words(given) != given or masked_values(env or {}) != (env or {}):
         print_line(
             f"{to}: holds a password or key as it was given; records do not, and a variable of the "
             "shell is in neither"
         )
-    todo = " and ".join(_to_fill_in(text))
+    todo = " and ".join(_to_fill_in(written))
     print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
     print_line(f"how long that takes: stability estimate {to}")
     return HOLDS
+
+
+def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:
+    """Print what was seen of the training, after the `notes` that are not empty."""
+    from stability.recorder.held_out import NONE_SEEN  # heavy
+
+    trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
+    models = ", ".join(found["models"]) or "no module"
+    print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
+    for note in [*notes, *(note.replace(NONE_SEEN, trial) for note in found["notes"])]:
+        if note:
+            print_line(f"  {note}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Records two updates of a command, as often as is asked, into a temporary folder."""
+
+    folder: Path
+    words: Sequence[str]
+    env: Mapping[str, str]
+    attention: str
+
+    def record(self, study: str = "trial", seed: int = 0, words: Sequence[str] = ()) -> "Manifest":
+        """Record the command, or other `words`; RunFailedError if it is no training."""
+        from stability.recorder.launch import Asked  # heavy
+        from stability.study.foreign import record_command
+        from stability.study.foreign_plan import plan_run
+
+        given = words or self.words
+        swapped = "" if words else self.attention
+        probe = {"candidate": swapped, "every": 1, "gradient_every": 1} if swapped else {}
+        run = plan_run(
+            self.folder,
+            study,
+            "baseline",
+            seed,
+            command_training(given, self.env),
+            asked=Asked(seed=seed, steps=TRIAL, attention=swapped, probe=probe),
+            words=given,
+            env=self.env,
+        )
+        return record_command(run)
+
+    def of_seed(self) -> str:
+        """Return what is to be said of the command, given another seed beforehand."""
+        from stability.study.foreign import RunFailedError  # heavy
+        from stability.study.foreign_checks import SAME_RUN
+
+        try:
+            self.record(seed=1)
+        except RunFailedError as error:
+            if SAME_RUN in str(error):
+                return _SEEDS_ITSELF
+            return f"whether another seed makes another run is not known: {error}"
+        return _SEEDED
+
+    def of_reference(self, text: str, start: str) -> str:
+        """Return why the reference that `text` has is none; empty if it is, or has none.
+
+        `start` is the hash of the baseline's start weights, which must be the reference's too.
+        """
+        from stability.study.foreign import RunFailedError  # heavy
+
+        path = self.folder / "study.yaml"
+        write_text(path, text)
+        arms = {arm.name: arm for arm in expand_commands(load_command_study(path))}
+        if "reference" not in arms:
+            return ""
+        words = arms["reference"].config.words()
+        try:
+            # without the attention in question, which a reference has not
+            found = self.record(study="reference", words=words)
+        except (RunFailedError, ValueError) as error:
+            return str(error)
+        same = found.hashes["init_weights"] == start
+        return "" if same else f"`{shlex.join(words)}` starts from other weights, or another dtype"
 
 
 def _to_fill_in(text: str) -> list[str]:
@@ -212,20 +270,6 @@ def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> No
         check_name(name, Place(source="init: name"), ())
 
 
-def _trial_of_seed(record: Callable[[], object]) -> str:
-    """Return what is to be said of the command, given another seed beforehand."""
-    from stability.study.foreign import RunFailedError  # heavy
-    from stability.study.foreign_checks import SAME_RUN
-
-    try:
-        record()
-    except RunFailedError as error:
-        if SAME_RUN in str(error):
-            return _SEEDS_ITSELF
-        return f"whether another seed makes another run is not known: {error}"
-    return _SEEDED
-
-
 def study_text(
     name: str,
     words: Sequence[str],
@@ -234,10 +278,12 @@ def study_text(
     *,
     is_seeded: bool = True,
     attention: str = "",
+    has_reference: bool = True,
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
-    `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one.
+    `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one;
+    `has_reference`: whether a reference is written where a flag is known.
     """
     import yaml
 
@@ -278,7 +324,7 @@ def study_text(
     asked = _CANDIDATE.format(switch=_OF_SWITCHES if place == "{flags}" else "")
     broken = _BROKEN + _OF_ATTENTION
     if attention:
-        broken = _BROKEN if attention.startswith(_UNPLANTED) else ""
+        broken = ""
         asked = _swapped(attention, max(1, steps // _LOOKS))
     return f"""name: {name}
 question: Does the candidate matter?
@@ -287,7 +333,7 @@ question: Does the candidate matter?
 arms:
   # the base is the baseline: the low precision, as BF16, whose own error a verdict measures by;
   # with FP32 as the baseline a nudge is as far as that error, and no step can be judged
-{asked}{_REFERENCE}{_reference(rest)}{broken}  rerun: {{}}
+{asked}{_REFERENCE}{_reference(rest, is_known=has_reference)}{broken}  rerun: {{}}
   nudge:
     nudge: {{ulps: 1}}
 
@@ -300,20 +346,27 @@ def _swapped(attention: str, every: int) -> str:
     name = attention.rpartition(":")[2]
     taken = ("baseline", "broken", "reference", "rerun", "nudge")
     # a function may be called as another arm is, or as YAML's null
-    is_name = re.fullmatch(r"[A-Za-z]\w*", name) and parse_value(name) == name
-    arm = name if is_name and name not in taken else "candidate"
+    is_name = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) and parse_value(name) == name
+    arm = name if is_name and name.lower() not in (*taken, *RESERVED) else "candidate"
     said = _SWAPPED.format(arm=arm, name=attention, every=every)
-    return said if attention.startswith(_UNPLANTED) else said + _PLANTED.format(name=attention)
+    # no fault can be planted on PyTorch's own
+    planted = "flash:fa2" if attention.startswith("sdpa:") else attention
+    return said + _PLANTED.format(name=planted)
 
 
-def _reference(flags: Mapping[str, Any]) -> str:
-    """Return the arm of the reference, filled in where a flag is known to ask for low precision."""
+def _reference(flags: Mapping[str, Any], *, is_known: bool) -> str:
+    """Return the arm of the reference, filled in where a flag is known to ask for low precision.
+
+    A place for it alone where `is_known` is not the case.
+    """
     known = {
         name: _OFF[str(x)] for name, x in flags.items() if name in _SWITCHES and str(x) in _OFF
     }
-    known |= {name: _WIDER[x] for name, x in flags.items() if isinstance(x, str) and x in _WIDER}
+    for name, x in flags.items():
+        wider = _WIDER.get(name.rpartition(".")[2].replace("-", "_"), {})
+        known |= {name: wider[x]} if isinstance(x, str) and x in wider else {}
     lines = ["reference:", "  role: reference", "  flags: {a-precision: a-higher-one}"]
-    if len(known) != 1:
+    if len(known) != 1 or not is_known:
         return "".join(f"  # {line}\n" for line in lines)
     ((name, value),) = known.items()
     # a switch is given or not; a text stays one

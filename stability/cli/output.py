@@ -50,9 +50,10 @@ def write_json(text: str) -> None:
     sys.stdout.write(json_escaped(text))
 
 
-def print_line(text: object) -> None:
-    """Print `text`, as `in_lines`; a terminal obeys nothing that is in it."""
-    sys.stdout.write(f"{in_lines(readable(str(text)), sys.stdout)}\n")
+def print_line(text: object, *, whole: bool = False) -> None:
+    """Print `text`, `whole` or as `in_lines`; a terminal obeys nothing that is in it."""
+    said = readable(str(text))
+    sys.stdout.write(f"{said if whole else in_lines(said, sys.stdout)}\n")
     sys.stdout.flush()
 
 

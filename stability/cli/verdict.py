@@ -105,7 +105,7 @@ def verdict(
     shown = _shown(judged, arm)
     outcome = shown[0].outcome if arm else judged.outcome
     if markdown:
-        print_line(summary_text(recorded, judged, shown).rstrip())
+        print_line(summary_text(recorded, judged, shown).rstrip(), whole=True)
     elif json:
         content = judged.to_dict() | {"outcome": outcome}
         print_json(content | {"arms": [one.to_dict() for one in shown]})
@@ -124,7 +124,7 @@ def _tell_github(
     from stability.report.markdown import annotations, summary_text
 
     for line in annotations(judged, shown):
-        print_line(line)
+        print_line(line, whole=True)
     place = os.environ.get("GITHUB_STEP_SUMMARY")
     if place:
         with Path(place).open("a", encoding="utf-8") as file:

@@ -55,7 +55,7 @@ class Spooled:
     states: Mapping[int, Path]
     """By step, the file of the first rank's state."""
     times: Mapping[int, tuple[float, float]]
-    """By step, when that state had been copied and when it was written; not of the start."""
+    """By step, when that state began to be taken and when it was written; not of the start."""
     memory: Mapping[str, int]
     """The most bytes held: of the `host` by all processes that train, each at its own worst moment,
     and of a `gpu` by one of them, if they had any; empty if all were killed."""
@@ -135,9 +135,9 @@ def read_spool(folder: Path) -> Spooled:
         updates=updates,
         states={step: path for step, path in states.items() if step <= len(updates)},
         times={
-            line["step"]: (line["copied"], line["time"])
+            line["step"]: (line["began"], line["time"])
             for line in ranks[first]
-            if line["kind"] == "state" and "copied" in line
+            if line["kind"] == "state" and "began" in line
         },
         memory=_memory([end.get("memory", {}) for end in ends if end]),
         environment={**begin["environment"], **(ends[first] or {}).get("code", {})},

@@ -1,12 +1,13 @@
 """What a study of commands will take: hours, bytes on disk and memory, from a few recorded updates.
 
 Each arm's command is recorded for a few updates in a temporary folder, as `stability init` does,
-once for all arms that differ in their seed, nudge, commit or planted fault alone. Where a probe
-looks, it looks at some of these updates and not at others. An update's time is that between two
-kept states, each of which waits for the GPU; the first update warms up and does not count. A run
-is its updates, the looks that are due, the states that it keeps, and what lay beside these in the
-trial. What a script evaluates after these updates is not seen, so that a study may take longer;
-distances, planted faults and the report come on top.
+once for all arms that differ in their seed, nudge or planted fault alone, a commit's in its
+checkout. Where a probe looks, it looks at some of these updates and not at others. An update's time
+is that between two kept states, each of which waits for the GPU; the first update warms up and does
+not count. A run is its updates, the looks of its probe, the states that it keeps (copied, gathered,
+with the held-out loss if that is a function of the user's), and what lay beside these in the trial.
+What a script evaluates after these updates is not seen, so that a study may take longer; distances,
+planted faults and the report come on top.
 
 Disk. The records of the trial, states by their number, and the log by its updates. Memory. The most
 that the processes which train have held in a trial, of the host's together, of a GPU's one of them.
@@ -21,12 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from stability.config.masking import without_secrets
 from stability.config.schema import BASELINE
 from stability.probe.schedule import Schedule
 from stability.recorder.spooled import Spooled, read_spool
 from stability.study.cost_estimate import REPORT_BYTES
 from stability.study.foreign import RunFailedError, commanded
 from stability.study.foreign_plan import ForeignRun
+from stability.study.run_commands import folder_of
 
 __all__ = ["CommandCost", "CommandTrial", "cost_of_commands", "time_command"]
 
@@ -48,7 +51,7 @@ class CommandTrial:
     gradient_seconds: float
     """What a look at the gradient adds."""
     state_seconds: float
-    """What it takes to write a state that is kept, and then to record it."""
+    """What it takes to keep a state, and then to record it."""
     start_seconds: float
     """All else: the program's start and end, its first update, the start's state."""
     state_bytes: int
@@ -150,7 +153,7 @@ def _seconds(run: ForeignRun, trial: CommandTrial) -> tuple[float, float]:
 def _key(run: ForeignRun) -> str:
     """Return the same text for all runs that are timed once."""
     own = {**run.config, "probe": _trial_probe(run.asked.probe)}
-    for name in ("nudge", "ref", "setup", "changes"):
+    for name in ("nudge", "changes"):
         own.pop(name, None)
     own["attention"] = run.asked.attention.partition("+")[0]
     return json.dumps(own, sort_keys=True)
@@ -180,7 +183,8 @@ def time_command(run: ForeignRun) -> CommandTrial:
         steps=steps[-1],
         snapshot_steps=steps,
         looks=(0,),
-        held_out="none",
+        # a function of the user's is called at every state; what the script evaluates is told of
+        held_out=run.asked.held_out if ":" in run.asked.held_out else "none",
         probe=_trial_probe(run.asked.probe),
         same_start=False,
     )
@@ -195,15 +199,21 @@ def time_command(run: ForeignRun) -> CommandTrial:
             axis="none",
             config={**run.config, "train": {"steps": steps[-1], "snapshot_steps": [*steps]}},
             asked=asked,
+            # no arm's own, whose files the command may go on from
+            words=[word.replace("{arm}", "trial") for word in run.words],
             env={**run.env, "WANDB_MODE": "disabled"},
         )
         began = time.time()
+        output = Path(folder) / "output.txt"
         try:
-            with commanded(trial, output=Path(folder) / "output.txt") as (record, command):
-                spooled = read_spool(record.spool)
+            with commanded(trial, folder=folder_of(run), output=output) as (record, command):
                 record.write(command)
-        except RunFailedError as error:
-            said = str(error).partition(": ")[2]
+                spooled = read_spool(record.spool)
+        except (RunFailedError, ValueError) as error:
+            said = str(error)
+            if isinstance(error, RunFailedError):  # which begins with the run
+                said = said.partition(": ")[2]
+            said = without_secrets(said, run.words, run.env)
             raise ValueError(f"arm {run.arm}: its trial of {steps[-1]} updates: {said}") from error
         return _trial(trial, spooled, time.time() - began)
 

@@ -131,7 +131,7 @@ def _measure_kept(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
 
 def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
     """Say before the first run what the study can't answer as it stands, and what takes long."""
-    if any(run.is_kept for run in runs):
+    if has_begun(runs[0].folder):
         return
     first = [run for run in runs if run.seed == runs[0].seed]
     gaps = plan_gaps(read_study(runs[0].folder), {run.arm: run.config for run in first})
@@ -139,7 +139,7 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
         observer.study_noted(f"no PASS as it stands: {gap}")
     if gaps:
         observer.study_noted(
-            "to change that interrupt now, change the study's file and move "
+            "to change more than the seeds interrupt now, edit the study's file and move "
             f"{runs[0].folder} away: what is judged was sealed there"
         )
     slow = " and ".join(run.arm for run in first if run.asked.probe.get("gradient_every"))

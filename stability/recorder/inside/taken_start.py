@@ -6,6 +6,7 @@ before the first step. Leaves out what else a start has (`start_parts`) and who 
 
 from __future__ import annotations
 
+import time
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
@@ -18,7 +19,7 @@ from .names import frozen_beside, masters_of, other_buffers, owners_of, version_
 from .start_dtypes import other_dtypes
 from .start_parts import hash_buffers, hash_optimizers, hash_part, is_strided, set_since
 
-__all__ = ["TakenStart", "copied", "hash_start"]
+__all__ = ["TakenStart", "copied", "hash_start", "time_when_idle"]
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,6 +28,13 @@ def copied(state: Dict[str, Tensor]) -> Dict[str, Tensor]:
     """Return the whole of each tensor on the CPU, none of it shared; every rank must ask."""
     with torch.no_grad():
         return {name: whole(x).to("cpu", copy=True) for name, x in state.items()}
+
+
+def time_when_idle() -> float:
+    """Return the time, once the GPU has done what it was given: a state that is taken waits too."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.time()
 
 
 def hash_start(state: Dict[str, Tensor], beside: Dict[str, Tensor], buffers: Iterable[str]) -> str:

@@ -36,7 +36,7 @@ from .planned import PlannedStop, is_due
 from .rows import Given, Row, held_out_line, update_line
 from .saved_hooks import SavedHooks
 from .spool import Spool
-from .taken_start import TakenStart, copied
+from .taken_start import TakenStart, copied, time_when_idle
 
 __all__ = ["Training"]
 
@@ -437,20 +437,21 @@ class Training:
         self._spool.write({"kind": "state", "step": 0, "file": state})
 
     def _save(self, step: int) -> None:
+        began = time_when_idle()
         self._last_state = step
         self._note_later()
         self._measure(step)
         # every rank takes it, since sharded weights are gathered by all; the first one writes
         state = copied(self._state)
-        if self._keeps_state:
-            self._flush()
-            line = {"kind": "state", "step": step, "copied": time.time()}
-            self._spool.write({**line, "file": self._spool.save(step, state), "time": time.time()})
-        else:  # of what another rank holds alone, as buffers, there is no other trace
-            self._ended_in = hash_state(state)
         if self._begun.get("world", 1) > 1:  # of buffers each rank may have its own
             own = [x for x, each in self._state.items() if isinstance(each, torch.nn.Parameter)]
             self._ended_weights = hash_state({x: state[x] for x in own})
+        if self._keeps_state:
+            self._flush()
+            line = {"kind": "state", "step": step, "file": self._spool.save(step, state)}
+            self._spool.write({**line, "began": began, "time": time.time()})
+        else:  # of what another rank holds alone, as buffers, there is no other trace
+            self._ended_in = hash_state(state)
 
     def _note_later(self) -> None:
         stepped = [x for x in self.optimizers if {key_of(x), -1} & self._places.keys()]

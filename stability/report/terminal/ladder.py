@@ -226,11 +226,11 @@ def _caption(ladder: Ladder, layout: _Layout, sparks: DriftSparks | None) -> str
 
 
 def _seeds(ladder: Ladder) -> str:
-    """Return how many seeds a drift is of, which are not all where some have yet to be trained."""
+    """Return how many seeds a drift is of, which are not all where some have none."""
     planned = len(ladder.seeds)
     known = max((max(row.rel_l2.early.n, row.rel_l2.last.n) for row in ladder.rows), default=0)
     if 0 < known < planned:
-        return f"of {known} of {planned} seeds so far"
+        return f"of {known} of {planned} seeds"
     return f"mean of {planned} seeds" if planned > 1 else "1 seed"
 
 

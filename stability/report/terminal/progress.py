@@ -3,7 +3,7 @@
 The study's own bar tells the time left until all runs have ended, by what an update took since the
 first run began: between two runs the clock goes on, and runs that were kept took none. What is
 measured after the runs is not in it. Where there is no terminal (a log file, CI) it is one line for
-each run that ends, with the time left until the last one has. A note that several runs have is
+each run that ends, with the time left where it has finished. A long note that several runs have is
 written out of the first, and at the end it is said of how many others it holds. The class is an
 observer of the study: a `callbacks.study_observer.StudyObserver`.
 """
@@ -79,8 +79,8 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-_SHORT = 40
-"""Characters of a note by which it is known again."""
+_SHORT = 60
+"""Characters of a note by which it is known again; a shorter one is written out of each run."""
 _NAMED = 3
 """Runs of which a note holds too that are named; of more it is said how many there are."""
 
@@ -138,11 +138,11 @@ class StudyDisplay:
         self._progress.update(self._study, completed=self._reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
-        """Leave a line above the bars, unless the same was said of another run."""
+        """Leave a line above the bars, unless it is a long one that was said of another run."""
         run, runs = f"{arm}, seed {seed}", self._noted.setdefault(text, [])
         if run not in runs:
             runs.append(run)
-        if runs[0] == run:
+        if runs[0] == run or len(text) <= _SHORT:
             self._note(run, text)
 
     def _note(self, run: str, text: str) -> None:
@@ -151,13 +151,12 @@ class StudyDisplay:
         )
 
     def _say_whose_notes_hold(self) -> None:
-        """Say of how many runs each note holds beside the first."""
+        """Say of how many runs each long note holds beside the first."""
         for text, (first, *others) in self._noted.items():
-            if others:
+            if others and len(text) > _SHORT:
                 many = len(others) > _NAMED
                 whom = f"{len(others)} other runs" if many else " and ".join(others)
-                begins = text if len(text) <= _SHORT else f"{text[:_SHORT].rstrip()}..."
-                self._note(first, f'"{begins}" holds for {whom} too')
+                self._note(first, f'"{text[:_SHORT].rstrip()}..." holds for {whom} too')
         self._noted.clear()
 
     def wandb_failed(self, arm: str, seed: int, text: str) -> None:

@@ -66,7 +66,7 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
         console.print(as_text(said, style="dim"))
     again = f"; {verdict.outlook}" if verdict.outlook else ""
     at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
-    if step := judged_step(verdict):
+    if verdict.look and (step := judged_step(verdict)):
         at += f", training at step {step}"
     said = f"{at}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))

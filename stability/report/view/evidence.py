@@ -41,7 +41,7 @@ STATE_WORDS: dict[LevelState, str] = {
 
 _LEGENDS = {
     r"\bE \d": "E: an arm's distance from the reference's weights, over the baseline's distance.",
-    r"\bf -?\d": "f: the share of a gradient's error that is the same at all looks.",
+    r"\bf -?\d": "f: the share of a gradient's squared error that is the same at all looks.",
 }
 """What a figure is, by what it looks like."""
 

@@ -12,8 +12,14 @@ ARMS = {
     "baseline": ("baseline", {}),
     "reference": ("reference", {"flags.bf16": [True, None]}),
     "nudge": ("nudge", {"nudge.ulps": [0, 1]}),
-    "broken": ("broken", {"attention": ["", "flash:fa2+out_gain_1pct"]}),
-    "fa2": ("candidate", {"attention": ["", "flash:fa2"]}),
+    "broken": (
+        "broken",
+        {
+            "attention.implementation": ["", "flash:fa2"],
+            "attention.fault": ["", "out_gain_1pct"],
+        },
+    ),
+    "fa2": ("candidate", {"attention.implementation": ["", "flash:fa2"]}),
 }
 
 
@@ -32,7 +38,7 @@ def gaps(folder, arms=ARMS, *, seeds=3, probe=LOOKED, steps=30, policy=None):
 
 def axis_of(diff):
     path = next(iter(diff), "none")
-    return path.partition(".")[0] if path.startswith(("nudge", "seed")) else path
+    return path.partition(".")[0] if path.startswith(("nudge", "seed", "attention")) else path
 
 
 def without(name):
@@ -49,8 +55,16 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
         ({"arms": without("reference")}, "there is no reference, the baseline one precision high"),
         ({"arms": without("nudge")}, "there is no nudge to show what chaos alone does: add an arm"),
         ({"arms": without("broken")}, "no arm is broken on purpose"),
+        (
+            {"arms": {**ARMS, "broken": ("broken", {"flags.lr": [0.1, 1.0]})}},
+            "broken is broken by something else than out_gain_1pct alone on an attention",
+        ),
+        (
+            {"probe": {**LOOKED, "every": 0}},
+            "fa2: nothing looks at its attention there: `probe: {candidate: flash:fa2, every: 1",
+        ),
         ({"seeds": 2}, "it has 2 of the 3 seeds of the first look"),
-        ({"probe": None}, "fa2: nothing looks at the whole model's gradient"),
+        ({"probe": None}, "fa2: nothing looks at its attention there"),
         (
             {"probe": {**LOOKED, "gradient_every": 0}},
             "fa2: nothing looks at the whole model's gradient",

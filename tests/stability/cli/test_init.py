@@ -137,6 +137,7 @@ def test_the_arms_of_an_attention_differ_in_a_planted_fault_and_are_probed(tmp_p
         ("mine:baseline", "candidate"),
         ("mine:broken", "candidate"),
         ("mine:null", "candidate"),
+        ("mine:forks", "candidate"),
     ],
 )
 @pytest.mark.parametrize(("steps", "every"), [(7, 1), (100, 4), (1000, 40)])
@@ -161,13 +162,13 @@ def test_an_attention_is_written_with_its_fault_and_looks_enough(
     assert arms["reference"].config.words() == words[:-1]
 
 
-def test_of_pytorchs_own_attention_no_faulty_one_is_written(tmp_path: Path) -> None:
+def test_beside_pytorchs_own_attention_the_fault_is_planted_on_another(tmp_path: Path) -> None:
     words = ["python", "train.py", "--seed", "{seed}"]
     text = study_text("mine", words, {}, 100, attention="sdpa:math")
     (tmp_path / "study.yaml").write_text(text)
-    arms = expand_commands(load_command_study(tmp_path / "study.yaml"))
-    assert [arm.name for arm in arms] == ["baseline", "math", "rerun", "nudge"]
-    assert "\n  # broken:\n" in text
+    arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    assert list(arms) == ["baseline", "math", "broken", "rerun", "nudge"]
+    assert arms["broken"].config.attention == "flash:fa2+out_gain_1pct"
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,8 @@ def test_of_pytorchs_own_attention_no_faulty_one_is_written(tmp_path: Path) -> N
         (["--lr", "0.1"], None),
         (["--bf16", "--dtype", "float16"], None),
         (["--amp", "8"], None),
+        (["--mixed_precision", "bf16"], ["--mixed_precision", "no"]),
+        (["--kv_dtype", "bf16"], None),
         (["--bf16", "True"], ["--bf16", "False"]),
         (["bf16=true"], ["bf16=false"]),
         (["--bf16", "False"], None),

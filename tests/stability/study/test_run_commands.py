@@ -317,7 +317,7 @@ def test_what_a_pass_lacks_and_what_takes_long_is_said_before_the_first_run(
     assert "no PASS as it stands: there is no reference" in said
     assert "no PASS as it stands: no arm is broken on purpose" in said
     assert "looks" not in said
-    assert "interrupt now, change the study's file and move runs/mine away" in said
+    assert "interrupt now, edit the study's file and move runs/mine away" in said
     assert "with seed 0 alone the whole model's gradient is looked at: there fa2 may take" in said
     # a whole one has nothing to be told
     arms["broken"] = {"attention": "flash:fa2+out_gain_1pct", "probe": probe}

@@ -137,7 +137,7 @@ def test_of_a_study_in_training_no_mean_of_all_its_seeds_is_claimed(synthetic, t
         for seed in (1, 2):
             shutil.rmtree(RunPaths.for_run(study, arm["name"], seed).root)
     text = " ".join(printed(study, 100).split())
-    assert "relative L2 over all of them, of 1 of 3 seeds so far." in text
+    assert "relative L2 over all of them, of 1 of 3 seeds." in text
     assert "mean of 3 seeds" not in text
 
 

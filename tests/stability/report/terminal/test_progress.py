@@ -38,14 +38,17 @@ def test_a_note_is_written_out_once_and_whose_it_is_is_said_at_the_end():
     with StudyDisplay(Console(file=file, width=200), 2) as display:
         for arm, text in (("a", long), ("b", long), ("b", "short"), ("a", "short"), ("b", "own")):
             display.run_noted(arm, 0, text)
-        for arm in "cde":
-            display.run_noted(arm, 1, "short")
+        for arm in "cdef":
+            display.run_noted(arm, 1, f"{long} still")
     assert [line.strip() for line in file.getvalue().splitlines()] == [
         f"note  a, seed 0   {long.strip()}",
         "note  b, seed 0   short",
+        "note  a, seed 0   short",
         "note  b, seed 0   own",
-        'note  a, seed 0   "no held-out loss: why why why why why wh..." holds for b, seed 0 too',
-        'note  b, seed 0   "short" holds for 4 other runs too',
+        f"note  c, seed 1   {long} still",
+        f'note  a, seed 0   "{long[:60].rstrip()}..." holds for b, seed 0 too',
+        f'note  c, seed 1   "{long[:60].rstrip()}..." holds for d, seed 1 and e, seed 1 and f, '
+        "seed 1 too",
     ]
 
 

@@ -86,7 +86,7 @@ def test_what_f_is_stands_beside_a_figure_of_it():
     first = plain.arms[0]
     level = replace(first.levels["gradient"], cell="1.02x f -0.012")
     arm = replace(first, levels={**first.levels, "gradient": level})
-    said = "f: the share of a gradient's error that is the same at all looks."
+    said = "f: the share of a gradient's squared error that is the same at all looks."
     assert said not in printed(plain)
     assert printed(replace(plain, arms=(arm, *plain.arms[1:]))).count(said) == 1
 
