@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from attention_kernels.testing.fault_names import FAULT_LEVELS
 from stability.analysis.evidence import Level, LevelEvidence
-from stability.analysis.intervals import p_values
+from stability.analysis.intervals import FEWEST, mean_interval, p_values
 from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
@@ -139,9 +139,13 @@ def _judged(
     if missed:
         lost = len({name.split()[0] for name in missed})
         were = "was" if lost == 1 else "were"
+        said = f"{lost} of {len(due)} planted faults {were} missed: {', '.join(missed)}"
+        shown = [
+            _shown_in_gradient(x, policy) for x in record.faults if _gradient(x.name) in missed
+        ]
         return ArmAssay(
             state="blind",
-            sentence=f"{lost} of {len(due)} planted faults {were} missed: {', '.join(missed)}",
+            sentence="; ".join([said, *(each for each in shown if each)]),
             missed=missed,
             faults=len(due),
         )
@@ -260,6 +264,32 @@ def _missed(
         for level in due.get(fault.name, ()):
             if not found_at(level, fault, record.own, alpha, policy):
                 yield f"{fault.name} {_WHERE[level]}"
+
+
+def _gradient(fault: str) -> str:
+    return f"{fault} {_WHERE['gradient']}"
+
+
+def _shown_in_gradient(fault: FaultRecord, policy: PolicyConfig) -> str:
+    """Return what a fault has shown that was missed there, and which limit would have found it.
+
+    Seeds add nothing, since it is planted in the first alone. Empty where nothing was measured.
+    """
+    logs = _logs(fault.ratios)
+    if len(logs) < FEWEST or not all(map(math.isfinite, logs)):
+        return ""
+    # one of two figures that are tried, as in `found_at`
+    low = mean_interval(dict(enumerate(logs)), 1 - look_alpha(policy.alpha)).low
+    said = (
+        f"{fault.name} errs {math.exp(_mean(logs)):.3g} times as far as the baseline there (limit "
+        f"{policy.max_gradient_ratio:g}), and a share of {fault.share:.2g} repeats (limit "
+        f"{policy.max_share:g}), which more seeds do not change"
+    )
+    # rounded down: at the bound itself it is not surely beyond
+    limit = math.floor(10 * math.exp(low)) / 10
+    if not 1 < limit < policy.max_gradient_ratio:
+        return said
+    return f"{said}: a study with max_gradient_ratio {limit:.1f} in its policy would find it"
 
 
 def _operator_tests(fault: FaultRecord, own: FaultRecord, policy: PolicyConfig) -> Iterator[float]:

@@ -41,8 +41,8 @@ def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) ->
         found.append(f"{why}: add an arm `broken: {{attention: flash:fa2+out_gain_1pct}}`")
     if len(study.seeds) < LOOKS[0]:
         found.append(
-            f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: give it more "
-            f"(--seeds {LOOKS[0]})"
+            f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: `stability run` "
+            f"with --seeds {LOOKS[0]} trains more"
         )
     found += [said for arm in candidates if (said := _unseen(arm, configs[arm.name]))]
     return [said for said in dict.fromkeys(found) if said]
@@ -65,7 +65,8 @@ def _unseen(arm: RecordedArm, config: Mapping[str, Any]) -> str:
     if steps // of_gradient < LOOKS_NEEDED:
         fewer = f"gradient_every {enough}, or " if enough < of_gradient else ""
         return (
-            f"{arm.name}: the gradient is judged from {LOOKS_NEEDED} looks on, and {steps} updates "
-            f"with gradient_every {of_gradient} have {steps // of_gradient}: {fewer}more updates"
+            f"{arm.name}: the gradient is judged from {LOOKS_NEEDED} looks on, and train.steps "
+            f"{steps} with gradient_every {of_gradient} has {steps // of_gradient}: {fewer}more "
+            "updates"
         )
     return ""

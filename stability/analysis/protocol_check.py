@@ -320,7 +320,10 @@ def _left_out_seeds(study: RecordedStudy) -> Iterator[str]:
     }
     left = sorted(begun - set(study.seeds))
     if left:
-        yield f"seeds {', '.join(map(str, left))} were trained and are left out"
+        what = "seed" if len(left) == 1 else "seeds"
+        are = ("was", "is") if len(left) == 1 else ("were", "are")
+        named = ", ".join(map(str, left))
+        yield f"{what} {named} {are[0]} trained and {are[1]} left out"
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stability.analysis.sequential import LOOKS
 from stability.cli.output import HOLDS, in_lines, print_json, print_line
-from stability.cli.run import check_keep, option_help, split_options
+from stability.cli.run import check_keep, option_help, split_options, with_seeds
 from stability.config.command_study import (
     CommandStudy,
     is_command_study,
@@ -34,6 +34,7 @@ LONG_S = 600
 def estimate(
     study: Path,
     keep: Keep | None = None,
+    seeds: int = 0,
     json: bool = False,
     overrides: dict[str, str] | None = None,
 ) -> int:
@@ -47,15 +48,16 @@ def estimate(
     Args:
         study: the study's YAML file
         keep: which snapshots stay, as of `stability run`; by default as the study says
+        seeds: how many seeds, as of `stability run`; 0 is the study's
         json: print the numbers as JSON
         overrides: values in the study's base, by dotted key
     """
     load = os.getloadavg()[0]  # before the trials add to it
     if is_command_study(study):
         check_keep(study, keep)
-        cost, lines = _of_commands(load_command_study(study, overrides), load)
+        cost, lines = _of_commands(with_seeds(load_command_study(study, overrides), seeds), load)
     else:
-        cost, lines = _of_configs(load_study(study, overrides), keep, load)
+        cost, lines = _of_configs(with_seeds(load_study(study, overrides), seeds), keep, load)
     if json:
         print_json(cost)
     else:

@@ -240,7 +240,9 @@ class _Trials:
         try:
             # without the attention in question, which a reference has not
             found = self.record(study="reference", words=words)
-        except (RunFailedError, ValueError) as error:
+        except RunFailedError as error:
+            return str(error).partition(": ")[2]  # which begins with the run
+        except ValueError as error:
             return str(error)
         same = found.hashes["init_weights"] == start
         return "" if same else f"`{shlex.join(words)}` starts from other weights, or another dtype"

@@ -46,7 +46,7 @@ VERBS = {
     "check": ("stability.cli.check", "say if an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "estimate": ("stability.cli.estimate", "say what a study will take: hours, disk, memory"),
-    "verdict": ("stability.cli.verdict", "say PASS, FAIL or INCONCLUSIVE of a candidate"),
+    "verdict": ("stability.cli.verdict", "say PASS, FAIL, INCONCLUSIVE or NO ASSAY of a candidate"),
     "verify": ("stability.cli.verdict", "prove that runs keep the pair contract"),
     "export": ("stability.cli.export", "pack a study into one file that others can verify"),
     "status": ("stability.cli.status", "show where every run stands: state, step, job, node"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stability.execute.executor import Executor
 
-__all__ = ["check_keep", "option_help", "run", "split_options"]
+__all__ = ["check_keep", "option_help", "run", "split_options", "with_seeds"]
 
 Study = TypeVar("Study", StudyConfig, CommandStudy)
 
@@ -93,11 +93,11 @@ def run(
     )
     if is_command_study(study):
         asked.check_commands()
-        commands = _with_seeds(load_command_study(study, asked.of_base), seeds)
+        commands = with_seeds(load_command_study(study, asked.of_base), seeds)
         return _run_commands(commands, out, wandb, check_observer=check_observer)
     config = load_study(study, asked.of_base)
     config = dataclasses.replace(config, keep=keep or config.keep)
-    return _run_configs(asked, _with_seeds(config, seeds))
+    return _run_configs(asked, with_seeds(config, seeds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,7 +352,7 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, {"overrides": overrides}
 
 
-def _with_seeds(study: Study, count: int) -> Study:
+def with_seeds(study: Study, count: int) -> Study:
     """Return `study` with `count` seeds: its own first, then the next whole numbers."""
     if count == 0:
         return study

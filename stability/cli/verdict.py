@@ -52,7 +52,10 @@ def verdict(
     margin_nats: float | None = None,
     alpha: float | None = None,
 ) -> int:
-    """Judge a study's candidates on four levels: PASS only if every level holds.
+    """Judge a study's candidates on four levels: PASS only if every level holds, and harm is seen.
+
+    NO ASSAY: every level holds, but harm that was planted was not found, so that real harm might
+    have been missed too.
 
     Exit code 0 for PASS, 1 for FAIL, 3 for INCONCLUSIVE and NO ASSAY, 4 whatever comes out if the
     protocol was changed after it was sealed, 2 if it can't be judged. Several candidates answer as

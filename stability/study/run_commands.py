@@ -98,6 +98,7 @@ def run_commands(
     failed: set[int] = set()
     for index, run in enumerate(runs, start=1):
         if run.is_kept:
+            observer.run_ended(run.arm, run.seed, read_manifest(run.paths.manifest).state, "kept")
             continue
         observer.run_started(index, len(runs), run.arm, run.seed, study.base.train.steps)
         if run.seed in failed:

@@ -1,5 +1,7 @@
 """Whether planted faults were found: each at its own levels, by this study's limits and looks."""
 
+import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -181,6 +183,36 @@ def test_an_arm_is_seen_clearly_where_every_fault_is_found(study):
     blind = _assay(study, _planted(dk_gain=MISSED))
     assert (blind.state, blind.missed) == ("blind", ["dk_gain at the operator"])
     assert blind.sentence == "1 of 11 planted faults was missed: dk_gain at the operator"
+
+
+def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(study):
+    """And that limit does find it: with a wider one it is not surely beyond."""
+    ratios = tuple(2.2 * math.exp(0.3 * math.sin(5.0 * i)) for i in range(24))
+    near = _fault(
+        "dv_gain",
+        ("operator", "gradient"),
+        operator=_operator(gain=5e-3),
+        ratios=ratios,
+        share=0.026,
+        share_se=0.0155,
+        share_looks=24,
+    )
+    blind = _assay(study, _planted(dv_gain=near))
+    assert blind.missed == ["dv_gain in the gradient"]
+    said = blind.sentence
+    (limit,) = re.findall(
+        r"a study with max_gradient_ratio ([\d.]+) in its policy would find", said
+    )
+    mean = math.exp(sum(map(math.log, ratios)) / 24)
+    assert f"dv_gain errs {mean:.3g} times as far as the baseline there (limit 2)" in said
+    assert "a share of 0.026 repeats (limit 0.01), which more seeds do not change" in said
+    alpha = look_alpha(POLICY.alpha)
+    for value, is_found in ((float(limit), True), (float(limit) + 0.11, False)):
+        policy = replace(POLICY, max_gradient_ratio=value)
+        assert found_at("gradient", near, OWN, alpha, policy) == is_found
+    # of one that errs no further than the baseline no limit on that would be one
+    small = replace(near, ratios=tuple(x / 2.5 for x in ratios))
+    assert "in its policy would find it" not in _assay(study, _planted(dv_gain=small)).sentence
 
 
 @pytest.mark.parametrize(

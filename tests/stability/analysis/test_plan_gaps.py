@@ -71,8 +71,8 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
         ),
         (
             {"probe": {**LOOKED, "gradient_every": 2}},
-            "fa2: the gradient is judged from 20 looks on, and 30 updates with gradient_every 2 "
-            "have 15",
+            "fa2: the gradient is judged from 20 looks on, and train.steps 30 with "
+            "gradient_every 2 has 15: gradient_every 1, or more updates",
         ),
     ],
 )

@@ -214,6 +214,50 @@ def test_an_attention_that_replaces_nothing_is_told_before_a_study_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--attention", "flash:fa2", "--", sys.executable, str(SCRIPTS / "evaluates.py")]
+    words += ["--seed", "0", "--bf16"]
+    # what a look at the gradient needs is found now, not once the controls have trained
+    assert code_of("init", *words) == 1
+    assert "the model must return its loss" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert code_of("init", "--steps", "12", *words, "--kind", "tuple") == 0
+    said = capsys.readouterr().out
+    assert "2 attention calls were replaced by flash:fa2" in said
+    assert said.endswith(
+        "study.yaml: stability run study.yaml\nhow long that takes: stability estimate study.yaml\n"
+    ), "nothing is left to be filled in"
+    arms = [x.name for x in expand_commands(load_command_study(tmp_path / "study.yaml"))]
+    assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
+
+
+@pytest.mark.slow
+def test_a_reference_that_can_not_be_paired_is_left_to_be_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a flag that is known, weights of another dtype; and one that the script does not take."""
+    monkeypatch.chdir(tmp_path)
+    source = (SCRIPTS / "plain.py").read_text()
+    typed = 'flags.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")\n'
+    source = source.replace("asked = flags.parse_args()", f"{typed}asked = flags.parse_args()")
+    cast = "model.to(getattr(torch, asked.dtype))\noptimizer ="
+    (tmp_path / "train.py").write_text(source.replace("optimizer =", cast, 1))
+    words = [sys.executable, "train.py", "--seed", "0", "--dtype", "bfloat16"]
+    assert code_of("init", "--", *words) == 0
+    said = capsys.readouterr().out
+    assert "no reference is written: " in said
+    assert "starts from other weights, or another dtype" in said
+    assert "fill in a candidate and a reference and a broken arm" in said
+    source = (tmp_path / "train.py").read_text().replace('["bfloat16", "float32"]', '["bfloat16"]')
+    (tmp_path / "train.py").write_text(source.replace('default="float32"', 'default="bfloat16"'))
+    assert code_of("init", "--to", "b.yaml", "--", *words) == 0
+    assert "no reference is written: the command ended with exit code 2" in capsys.readouterr().out
+
+
 def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

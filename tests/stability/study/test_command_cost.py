@@ -1,10 +1,14 @@
 """The estimate of a study of commands: what slows a run down is found, and nothing is left."""
 
 import json
+import os
 import shlex
+import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -13,6 +17,7 @@ from stability.config.command_study import load_command_study
 from stability.recorder.spooled import _memory
 from stability.study import command_cost
 from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
+from stability.study.foreign import RunFailedError
 from stability.study.run_commands import plan_commands
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -97,6 +102,46 @@ def test_a_look_is_told_from_an_update(folder):
     probe = {**probe, "gradient_every": 0}
     (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe))
     assert time_command(run).gradient_seconds == 0.0
+
+
+def trial_of(folder, probe, seconds, *, whole):
+    """Return what a trial says whose states were kept and recorded as `seconds` has it."""
+    (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe))
+    run = replace(run, folder=folder / "trial")
+    times, now = {}, 100.0
+    for step, (took, kept) in seconds.items():
+        times[step] = (now + took, now + took + kept)
+        now += took + kept
+    for place, step in enumerate((0, *seconds)):
+        for path, size in ((run.paths.snapshot(step), 1000), (run.paths.sketch(step), 50)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"x" * size)
+            # each takes half a second to be recorded
+            os.utime(path, (place / 2, place / 2))
+    run.paths.metrics.write_bytes(b"x" * 60)
+    run.paths.manifest.write_bytes(b"x" * 7)
+    spooled = SimpleNamespace(times=times, memory={"host": 3})
+    return command_cost._trial(run, spooled, whole)
+
+
+def test_a_look_and_keeping_a_state_are_no_part_of_an_update(folder):
+    """An update takes 1 s, a look adds 10 and one at the gradient 100; a state is kept in 2."""
+    probe = {"candidate": "flash:fa2", "every": 2, "gradient_every": 4}
+    seconds = {1: (50, 2), 3: (2, 2), 4: (11, 2), 5: (1, 2), 6: (101, 2)}
+    found = trial_of(folder, probe, seconds, whole=200)
+    assert (found.update_seconds, found.look_seconds, found.gradient_seconds) == (1, 10, 100)
+    assert found.state_seconds == 2 + 0.5
+    # less what updates and states have taken: the first update, which warms up, is in it
+    assert found.start_seconds == 200 - (2 + 11 + 1 + 101) - 5 * 2.5
+    assert (found.state_bytes, found.update_bytes, found.fixed_bytes) == (1050, 10, 7)
+
+
+def test_without_a_probe_an_update_is_what_lies_between_two_states(folder):
+    found = trial_of(folder, None, {1: (50, 2), 4: (6, 2)}, whole=100)
+    assert (found.update_seconds, found.state_seconds) == (2, 2.5)
+    assert (found.look_seconds, found.gradient_seconds) == (0, 0)
+    assert found.start_seconds == 100 - 6 - 2 * 2.5
+    assert found.update_bytes == 15
 
 
 def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
@@ -194,6 +239,48 @@ def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds)
     assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of one run, in its" in said
     assert ("- seeds, 4 now." in said) == (seconds > 600)
     assert "probe: {seeds: first}" not in said, "no study of commands has that"
+
+
+def test_more_seeds_are_counted_as_they_are_run(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)
+    path = study_of(folder, "plain.py", {"rerun": {}}, seeds=(0, 1))
+    assert code_of("estimate", str(path), "--json", "--seeds", "5") == 0
+    cost = json.loads(capsys.readouterr().out)
+    assert (cost["runs"], list(cost["hours_by_seed"])) == (10, ["0", "1", "2", "3", "4"])
+    assert code_of("estimate", str(path), "--seeds", "1") == 2
+
+
+def test_a_commit_is_timed_in_its_own_checkout(folder, monkeypatch):
+    """Its script, which takes other flags than the working tree's, is not the one that runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    path = study_of(folder, "plain.py", {"old": {"ref": "HEAD"}})
+    git = ["git", "-c", "user.email=a@example.org", "-c", "user.name=a"]
+    for words in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], cwd=folder, check=True, capture_output=True)
+    places = []
+
+    @contextmanager
+    def commanded(run, *, folder, output):
+        places.append(folder)
+        raise RunFailedError("baseline, seed 0: it is not run here")
+        yield
+
+    monkeypatch.setattr(command_cost, "commanded", commanded)
+    runs = {run.arm: run for run in planned(path)}
+    for run in runs.values():
+        with pytest.raises(ValueError, match=f"arm {run.arm}: its trial of 4 updates: it is not"):
+            time_command(run)
+    assert places[0] is None
+    assert places[1].is_relative_to(folder / "cache")
+    assert command_cost._key(runs["old"]) != command_cost._key(runs["baseline"])
+
+
+def test_what_trains_nothing_is_told_with_its_arm(folder):
+    path = study_of(folder, "plain.py", {})
+    (folder / "train.py").write_text("print(1)")
+    (run,) = planned(path)
+    with pytest.raises(ValueError, match="arm baseline: its trial of 4 updates: no training was"):
+        time_command(run)
 
 
 def test_a_policy_that_drops_snapshots_is_refused(folder, capsys):

@@ -339,7 +339,7 @@ def test_a_policy_of_the_command_line_is_a_change(study):
 
 def test_a_seed_that_was_trained_is_not_left_out_in_silence(study):
     shutil.copytree(study / "baseline" / "seed-0", study / "baseline" / "seed-7")
-    assert _changes(study) == ["seeds 7 were trained and are left out"]
+    assert _changes(study) == ["seed 7 was trained and is left out"]
 
 
 def test_a_protocol_that_was_deleted_is_not_made_again(study, done, run_tiny):

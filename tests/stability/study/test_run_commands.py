@@ -105,7 +105,11 @@ def test_a_study_of_flags_is_sealed_run_shown_and_kept(
     before = commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns
     assert commands.run({**arms, "later": {"flags": {"lr": 0.03}}}, yardstick="lr_x2") == 0
     assert commands.paths("lr_x2", 1).manifest.stat().st_mtime_ns == before, "it was kept"
-    assert "EXPLORATORY: arm later was added" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "EXPLORATORY: arm later was added" in said
+    # none of them counts as one that is yet to come
+    assert said.count("already trained, kept") == 4
+    assert "left" not in said.partition("finished  later")[2].splitlines()[0]
 
 
 @pytest.mark.slow
