@@ -97,5 +97,10 @@ def test_who_judges_no_arm_is_told_nothing(tmp_path):
     assert gaps(tmp_path, without("fa2"), seeds=1, probe=None) == []
 
 
+def test_an_arm_that_is_judged_shows_no_harm_to_others(tmp_path):
+    (said,) = gaps(tmp_path, policy={"candidates": ["fa2", "broken"]})
+    assert said.startswith("no arm is broken on purpose")
+
+
 def test_who_is_judged_is_what_the_policy_names(tmp_path):
     assert gaps(tmp_path, policy={"candidates": ["nudge"]}, probe=None) == []

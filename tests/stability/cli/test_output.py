@@ -137,6 +137,16 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_line_is_wrapped_in_a_terminal_unless_it_is_to_stay_whole(monkeypatch, whole):
+    """As Markdown to paste, or an annotation of a workflow."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "40")
+    print_line("word " * 20, **({"whole": True} if whole else {}))
+    assert len(terminal.getvalue().splitlines()) == (1 if whole else 3)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     words=st.lists(st.text("abc-/{}", min_size=1, max_size=30), min_size=1, max_size=40),

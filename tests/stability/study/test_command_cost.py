@@ -157,17 +157,17 @@ def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
         memory={"host": 3},
     )
     monkeypatch.setattr(command_cost, "time_command", lambda run: trial)
-    probe = {"candidate": "flash:fa2", "every": 3, "gradient_every": 4}
+    probe = {"candidate": "flash:fa2", "every": 3, "gradient_every": 5}
     arms = {"lr": {"flags": {"lr": 0.02}, "probe": {"candidate": "", "gradient_every": 0}}}
     told = []
     path = study_of(folder, "evaluates.py", arms, seeds=(3, 4), probe=probe)
     cost = cost_of_commands(planned(path), told=told.append)
-    # 8 updates, of which the first is in the start; looks at 3 and 6, at the gradient after 4 and 8
+    # 8 updates, of which the first is in the start; looks at 3 and 6, at the gradient after 5
     plain = 10_000 + 7 + 3 * 1000
-    assert cost.seconds_by_seed == {3: plain + 20 + 200 + plain, 4: plain + 20 + plain}
-    assert cost.seconds_by_arm == {"baseline": 2 * plain + 240, "lr": 2 * plain}
-    assert cost.seconds == 4 * plain + 240
-    assert cost.look_seconds == 240
+    assert cost.seconds_by_seed == {3: plain + 20 + 100 + plain, 4: plain + 20 + plain}
+    assert cost.seconds_by_arm == {"baseline": 2 * plain + 140, "lr": 2 * plain}
+    assert cost.seconds == 4 * plain + 140
+    assert cost.look_seconds == 140
     # the states: the start, 2, 6 and the end
     assert cost.disk["snapshots"] == 4 * 4 * 7
     assert cost.disk["records"] == 4 * (5 + 8 * 2)
@@ -270,9 +270,16 @@ def test_a_commit_is_timed_in_its_own_checkout(folder, monkeypatch):
     for run in runs.values():
         with pytest.raises(ValueError, match=f"arm {run.arm}: its trial of 4 updates: it is not"):
             time_command(run)
+    monkeypatch.setattr(command_cost, "folder_of", refuse)
+    with pytest.raises(ValueError, match="arm old: its trial of 4 updates: setup: it fails"):
+        time_command(runs["old"])
     assert places[0] is None
     assert places[1].is_relative_to(folder / "cache")
     assert command_cost._key(runs["old"]) != command_cost._key(runs["baseline"])
+
+
+def refuse(run):
+    raise ValueError("setup: it fails")
 
 
 def test_what_trains_nothing_is_told_with_its_arm(folder):

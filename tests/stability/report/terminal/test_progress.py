@@ -109,6 +109,9 @@ def test_the_time_left_is_of_all_runs_with_what_lies_between_them(clock, kept):
         display.run_started(2, 4, "flash_fa2", 0, 10)
         clock[0] = 125.0
         display.run_advanced("flash_fa2", 0, 5, 2.0)
+    finished = [x for x in file.getvalue().splitlines() if "finished" in x and "loss" in x]
+    assert finished
+    assert not any("left" in x for x in finished), "the bars tell it"
     study, run = last_frame(file)[-2:]
     assert study.endswith("left 0:00:42")  # 2.5 of 4 runs, at 25 s for the first 1.5
     assert run.endswith("left 0:00:05")

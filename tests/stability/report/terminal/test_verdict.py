@@ -100,6 +100,7 @@ def test_the_step_that_training_is_judged_at_stands_below_the_table():
     assert "training at step" not in printed(plain)
     said = " ".join(printed(replace(plain, arms=tuple(arms))).split())
     assert "judged at the look at 3 seeds, training at step 30" in said
+    assert "training at step" not in printed(replace(plain, arms=tuple(arms), look=0))
 
 
 def test_wandb_gets_a_row_for_each_arm_and_level():
