@@ -79,8 +79,10 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-_SHORT = 60
-"""Characters of a note by which it is known again; a shorter one is written out of each run."""
+_SHORT = 40
+"""Characters of a note that is written out of each run: that it waits for another process."""
+_BEGINS = 60
+"""Characters of a note by which it is known again."""
 _NAMED = 3
 """Runs of which a note holds too that are named; of more it is said how many there are."""
 
@@ -156,7 +158,8 @@ class StudyDisplay:
             if others and len(text) > _SHORT:
                 many = len(others) > _NAMED
                 whom = f"{len(others)} other runs" if many else " and ".join(others)
-                self._note(first, f'"{text[:_SHORT].rstrip()}..." holds for {whom} too')
+                begins = text if len(text) <= _BEGINS else f"{text[:_BEGINS].rstrip()}..."
+                self._note(first, f'"{begins}" holds for {whom} too')
         self._noted.clear()
 
     def wandb_failed(self, arm: str, seed: int, text: str) -> None:
