@@ -3,10 +3,14 @@
 A candidate passes only where the same instruments, on the same candidate, find each planted fault
 at the levels at which its table says that it must be found. A fault is found at the operator where
 one of the figures of one result is surely beyond the policy's limit, over looks and layers, and in
-the gradient where the ratio of errors or the share that repeats is. "Surely" is the error rate of
-one look of the study, shared by the figures that are tried (Bonferroni). Where a fault is missed,
-or none was planted, there is NO ASSAY: nothing was found, and it is not known that something would
-have been.
+the gradient where the ratio of errors or the share that repeats is, or where it is no number at
+all. A figure that is beyond its limit without the fault as well shows nothing of it. "Surely" is
+the error rate of one look of the study, shared by the figures that are tried and, in the gradient,
+by the stages at which they are (Bonferroni). The test of a share assumes what `metrics.coherence`
+does; where errors share nothing it is passed, by simulation with 3 to 100 directions and 4,000
+draws each, in at most 0.10 % at 3 looks and 0.03 % from 12 on, at a nominal 0.117 %. Where a fault
+is missed, or none was planted, there is NO ASSAY: nothing was found, and it is not known that
+something would have been.
 
 The faults are planted in the first seed, by `study.assay`. That training sees harm is shown by the
 arm that is broken on purpose (`verdict`), which has to carry the fault that the table asks training
@@ -30,7 +34,14 @@ from stability.config.axes import axes_of, touches
 from stability.config.commands import is_command
 from stability.config.convert import to_dict
 from stability.config.study import PolicyConfig
-from stability.records.assay import LISTED, AssayRecord, FaultRecord, is_listed, read_assay
+from stability.records.assay import (
+    LISTED,
+    STAGES,
+    AssayRecord,
+    FaultRecord,
+    is_listed,
+    read_assay,
+)
 
 __all__ = [
     "ArmAssay",
@@ -39,8 +50,8 @@ __all__ = [
     "assay_troubles",
     "faults_due",
     "found_at",
+    "is_settled",
     "stale_part",
-    "tells_enough",
     "why_training_is_unshown",
     "why_unplanted",
     "would_have_shown",
@@ -176,10 +187,15 @@ def faults_due(precision: str) -> dict[str, tuple[str, ...]]:
 def stale_part(record: AssayRecord, precision: str) -> str:
     """Return which fault of today's table the record lacks, as a clause; empty if it has all.
 
-    A record of faults that could not be planted says why.
+    A record of faults that could not be planted, or not as often as they have to be, says why.
     """
     if record.own.error:
         return f"no faults could be planted on it: {record.own.error}"
+    if record.stages != STAGES:
+        return "faults were planted on it by an older version, on fewer batches; run it again"
+    if failed := [fault for fault in record.faults if fault.error]:
+        names = ", ".join(fault.name for fault in failed)
+        return f"{names} could not be looked at again: {failed[0].error}"
     levels = {fault.name: fault.levels for fault in record.faults}
     lacking = [
         name
@@ -200,20 +216,19 @@ def found_at(
     """
     if level == "operator":
         tests = list(_operator_tests(fault, own, policy))
-    else:
-        tests = list(_tests(fault, policy))
-    return bool(tests) and min(tests) <= alpha / len(tests)
+        return bool(tests) and min(tests) <= alpha / len(tests)
+    return any(beyond <= alpha / _TRIES for beyond, _ in _gradient_tests(fault, own, policy))
 
 
-def tells_enough(policy: PolicyConfig, tries: int, ratios: Sequence[float]) -> bool:
-    """Return whether `ratios` of errors in the gradient are surely beyond the limit of `policy`.
+def is_settled(policy: PolicyConfig, fault: FaultRecord, own: FaultRecord) -> bool:
+    """Return whether more looks at the gradient can be spared: a fault is found, or surely missed.
 
-    It is one of so many `tries`, and half of the error rate is the share's.
+    `own` are the candidate's figures without it.
     """
-    if not all(0 < ratio < math.inf for ratio in ratios):
-        return False
-    alpha = look_alpha(policy.alpha) / 2 / tries
-    return _p_above(_logs(ratios), math.log(policy.max_gradient_ratio)) <= alpha
+    alpha = look_alpha(policy.alpha)
+    if found_at("gradient", fault, own, alpha, policy):
+        return True
+    return all(within <= alpha / _TRIES for _, within in _gradient_tests(fault, own, policy))
 
 
 def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
@@ -278,8 +293,8 @@ def _shown_in_gradient(fault: FaultRecord, policy: PolicyConfig) -> str:
     logs = _logs(fault.ratios)
     if len(logs) < FEWEST or not all(map(math.isfinite, logs)):
         return ""
-    # one of two figures that are tried, as in `found_at`
-    low = mean_interval(dict(enumerate(logs)), 1 - look_alpha(policy.alpha)).low
+    # one of the figures and stages that are tried, as in `found_at`
+    low = mean_interval(dict(enumerate(logs)), 1 - 2 * look_alpha(policy.alpha) / _TRIES).low
     said = (
         f"{fault.name} errs {math.exp(_mean(logs)):.3g} times as far as the baseline there (limit "
         f"{policy.max_gradient_ratio:g}), and a share of {fault.share:.2g} repeats (limit "
@@ -314,19 +329,55 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _tests(fault: FaultRecord, policy: PolicyConfig) -> Iterator[float]:
-    if not fault.ratios:
-        return
-    yield _p_above(_logs(fault.ratios), math.log(policy.max_gradient_ratio))
-    yield _p_share(fault, policy.max_share)
+_TRIES = 2 * len(STAGES)
+"""How often a fault is tried in the gradient: two figures at each stage."""
+
+_UNKNOWN = (1.0, 1.0)
 
 
-def _p_share(fault: FaultRecord, limit: float) -> float:
-    if not fault.share_se > 0 or fault.share_looks < 3:
-        return 1.0
+def _gradient_tests(
+    fault: FaultRecord, own: FaultRecord, policy: PolicyConfig
+) -> tuple[tuple[float, float], ...]:
+    """Return p-values for the ratio and the share: that each is within its limit, and beyond it.
+
+    (1, 1) of a figure that tells nothing.
+    """
+    if not fault.ratios or not own.ratios:
+        return _UNKNOWN, _UNKNOWN
+    most = math.log(policy.max_gradient_ratio)
+    return (
+        _UNKNOWN if _is_beyond(_logs(own.ratios), most) else _p_ratio(fault.ratios, most),
+        _UNKNOWN if _share_is_beyond(own, policy.max_share) else _p_share(fault, policy.max_share),
+    )
+
+
+def _is_beyond(logs: Sequence[float], limit: float) -> bool:
+    """Whether a mean is beyond its limit by twice its standard error, or is no number."""
+    if not all(map(math.isfinite, logs)):
+        return True
+    mean, n = _mean(logs), len(logs)
+    square = sum((value - mean) ** 2 for value in logs) / max(1, n - 1)
+    return mean - 2 * math.sqrt(square / n) > limit
+
+
+def _share_is_beyond(own: FaultRecord, limit: float) -> bool:
+    return not own.share - 2 * own.share_se <= limit
+
+
+def _p_ratio(ratios: Sequence[float], limit: float) -> tuple[float, float]:
+    # without the fault they are finite: no gradient that is not can be within a limit
+    if not all(map(math.isfinite, ratios)):
+        return 0.0, 1.0
+    return p_values(dict(enumerate(_logs(ratios))), limit)
+
+
+def _p_share(fault: FaultRecord, limit: float) -> tuple[float, float]:
+    if not 0 < fault.share_se < math.inf or fault.share_looks < FEWEST:
+        return _UNKNOWN
     from scipy.stats import t  # heavy: 1.2 s of CPU
 
-    return float(t.sf((fault.share - limit) / fault.share_se, fault.share_looks - 1))
+    statistic, freedom = (fault.share - limit) / fault.share_se, fault.share_looks - 1
+    return float(t.sf(statistic, freedom)), float(t.cdf(statistic, freedom))
 
 
 def _p_above(values: Sequence[float], limit: float) -> float:

@@ -40,7 +40,8 @@ class PolicyConfig:
     margin_nats: float = 0.005
     """Outcome: a held-out loss this much higher is a loss that matters."""
     alpha: float = 0.05
-    """The chance of a wrong answer, over all looks and in each direction."""
+    """The chance of a wrong answer, over all looks and in each direction; at least 0.005, since
+    p-values are simulated with 9,999 draws and some are tried at a fortieth of it."""
 
     def __post_init__(self) -> None:
         require(self.step >= 0, "policy", "step must be >= 0", self.step)
@@ -52,7 +53,7 @@ class PolicyConfig:
             rule = f"{name} must be above 1, which is the baseline's own, and finite"
             require(1 < value < math.inf, "policy", rule, value)
         require(0 < self.max_share < 1, "policy", "max_share must be in (0, 1)", self.max_share)
-        require(0 < self.alpha < 0.5, "policy", "alpha must be in (0, 0.5)", self.alpha)
+        require(0.005 <= self.alpha < 0.5, "policy", "alpha must be in [0.005, 0.5)", self.alpha)
         require(
             len(set(self.candidates)) == len(self.candidates),
             "policy",

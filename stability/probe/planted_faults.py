@@ -3,17 +3,18 @@
 At the *operator* the q, k, v and dO that a model's attention was given are given again to the
 candidate with each fault of `attention_kernels.testing.FAULTS`, to the baseline and to the golden,
 and compared by the functions that the probe uses. In the *gradient* the whole model's gradient is
-taken with the faulty candidate, the baseline and the golden, isolated as gradient evidence is. A
-fault whose error is surely larger than allowed is done after FEW looks; one that can only be seen
-by what repeats from look to look, a bias, takes SHARE_LOOKS of them, on different batches. Of a
-look nothing is kept but a sketch of each error.
+taken with the faulty candidate, the candidate as it is, the baseline and the golden, isolated as
+gradient evidence is. A fault whose error is far too large is done after FEW looks; one that can
+only be seen by what repeats from look to look, a bias, takes up to MOST of them. No two looks are
+of one batch at the same weights: the rounding errors of these are the same bits, and would be taken
+for a bias. Of a look nothing is kept but a sketch of each error.
 
 Leaves out where looks come from (`study.assay`, `study.planting`), the file (`records.assay`) and
 what counts as found (`analysis.assay`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,24 +27,34 @@ from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 from stability.metrics.sketch import sketch
 from stability.probe.gradient_evidence import Attention, AttentionRole, Gradients
-from stability.records.assay import FaultRecord
+from stability.records.assay import STAGES, FaultRecord
 
-__all__ = ["FEW", "SHARE_LOOKS", "TRIES", "FaultLook", "Plant", "TakePlanted", "plant_faults"]
+__all__ = [
+    "FEW",
+    "MOST",
+    "FaultLook",
+    "IsSettled",
+    "Plant",
+    "TakePlanted",
+    "distinct_looks",
+    "plant_faults",
+]
 
-FEW = 3
+FEW = STAGES[0]
 """Looks at the operator, and at a gradient whose error is far too large."""
-SHARE_LOOKS = 24
-"""Looks at a gradient whose error is not; the study's own evidence asks for 20."""
-STAGES = (FEW, 6, 12)
-"""Looks after which a ratio of errors may be enough, each with its share of the error rate."""
-TRIES = len(STAGES) + 1
-"""How often a ratio is tried: at each stage and at the end."""
+MOST = STAGES[-1]
+"""Looks at a gradient whose error is near a limit."""
 METRICS = ("error_ratio", "gain", "golden_bias_ulp")
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 Plant = Callable[[Attention], Attention]
 """Puts a fault, or nothing, on the candidate in each layer that it computes."""
+
+
+IsSettled = Callable[[FaultRecord, FaultRecord], bool]
+"""Whether more looks at the gradient would change nothing: given a fault's figures so far, and
+those of the candidate as it is."""
 
 
 class TakePlanted(Protocol):
@@ -65,22 +76,41 @@ class FaultLook:
     """What q, k, v and dO are rounded to on their way into the kernel; None: they are already."""
 
 
+def distinct_looks(batches: Sequence[Hashable], weights: int) -> list[tuple[int, int]]:
+    """Return up to MOST looks: the places of a batch and of its weights, no pair of them twice.
+
+    Of `batches` that are equal the first one counts. Each batch is looked at once, over the weights
+    in turn, before any is looked at again at others.
+    """
+    first: dict[Hashable, int] = {}
+    for place, batch in enumerate(batches):
+        first.setdefault(batch, place)
+    rounds = [
+        (place, (number + turn) % weights)
+        for turn in range(weights)
+        for number, place in enumerate(first.values())
+    ]
+    return rounds[:MOST]
+
+
 def plant_faults(
     looks: Sequence[FaultLook],
     due: Mapping[str, tuple[str, ...]],
     baseline: Attention,
-    is_enough: Callable[[Sequence[float]], bool],
+    is_settled: IsSettled,
 ) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
-    """Return the candidate's figures at the operator without a fault, and those of each fault.
+    """Return the candidate's figures without a fault, and those of each fault.
 
-    `due` are the faults by name with their levels. `baseline` is what the candidate stands beside.
-    `is_enough` is asked after each of STAGES whether these ratios of a fault's errors in the
-    gradient tell enough.
+    `looks` are of different batches or weights (`distinct_looks`). `due` are the faults by name
+    with their levels. `baseline` is what the candidate stands beside. `is_settled` is asked of each
+    fault that is planted in the gradient after each of STAGES.
     """
     operator = _operator(looks[:FEW], ["", *due], baseline)
     asked = [name for name, levels in due.items() if "gradient" in levels]
-    in_gradient = _in_gradient(looks, asked, is_enough)
-    own = FaultRecord(name="", what="no fault", levels=(), operator=operator[""])
+    in_gradient = _in_gradient(looks, asked, is_settled)
+    own = FaultRecord(
+        name="", what="no fault", levels=(), operator=operator[""], **in_gradient.get("", {})
+    )
     return own, tuple(
         FaultRecord(
             name=name,
@@ -175,6 +205,14 @@ class _Errors:
     ratios: list[float] = field(default_factory=list)
     sketches: list[Tensor] = field(default_factory=list)
 
+    def add(self, error: list[Tensor], accepted: float) -> None:
+        """Take the error of one look, and how long the baseline's is."""
+        length = _norm(error)
+        # an exact baseline beside an exact candidate: neither errs further
+        equal = 1.0 if length == accepted else math.inf
+        self.ratios.append(length / accepted if accepted else equal)
+        self.sketches.append(sketch(error))
+
     def figures(self) -> dict[str, Any]:
         """Return the figures of `FaultRecord` on the gradient."""
         errors = torch.stack(self.sketches).double()
@@ -188,25 +226,30 @@ class _Errors:
 
 
 def _in_gradient(
-    looks: Sequence[FaultLook], names: Sequence[str], is_enough: Callable[[Sequence[float]], bool]
+    looks: Sequence[FaultLook], names: Sequence[str], is_settled: IsSettled
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each fault, look by look as long as one is open."""
-    found = {name: _Errors() for name in names}
+    """Return the figures of each fault, look by look as long as one is open, and of none, "" ."""
+    own, found = _Errors(), {name: _Errors() for name in names}
     is_open = list(names)
-    for look in looks:
+    for number, look in enumerate(looks, start=1):
         if not is_open:
             break
         golden = look.gradient(_as_it_is, "golden", True)
         accepted = _norm(_error(look.gradient(_as_it_is, "baseline", True), golden))
-        for name in tuple(is_open):
+        own.add(_error(look.gradient(_as_it_is, "candidate", True), golden), accepted)
+        for name in is_open:
             planted = look.gradient(FAULTS[name].plant, "candidate", True)
-            error = _error(planted, golden)
-            of_fault = found[name]
-            of_fault.ratios.append(_norm(error) / accepted if accepted else math.inf)
-            of_fault.sketches.append(sketch(error))
-            if len(of_fault.ratios) in STAGES and is_enough(of_fault.ratios):
-                is_open.remove(name)
-    return {name: errors.figures() for name, errors in found.items()}
+            found[name].add(_error(planted, golden), accepted)
+        if number in STAGES:
+            without = _so_far("", own)
+            is_open = [x for x in is_open if not is_settled(_so_far(x, found[x]), without)]
+    if own.ratios:
+        found[""] = own
+    return {name: errors.figures() for name, errors in found.items() if errors.ratios}
+
+
+def _so_far(name: str, errors: _Errors) -> FaultRecord:
+    return FaultRecord(name=name, what="", levels=("gradient",), operator={}, **errors.figures())
 
 
 def _error(one: Gradients, golden: Gradients) -> list[Tensor]:

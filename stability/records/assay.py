@@ -21,6 +21,7 @@ from stability.records.sealed_json import file_checksum, jsonable, read_record, 
 
 __all__ = [
     "LISTED",
+    "STAGES",
     "AssayRecord",
     "FaultRecord",
     "fault_of",
@@ -33,6 +34,10 @@ __all__ = [
 
 LISTED = "assay"
 """The hash of a run's manifest that is the SHA-256 of the file."""
+
+STAGES = (3, 6, 12, 24, 48, 96)
+"""Numbers of looks at the gradient at which a fault may be found, so that few are taken for most;
+where a run has fewer batches its last look takes the place of the next stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,7 @@ class FaultRecord:
     share_se: float = math.nan
     share_looks: int = 0
     error: str = ""
-    """Why it could not be tried; mostly empty."""
+    """Why it could not be tried, or not at as many looks as it needs; mostly empty."""
 
 
 def unplanted(why: str) -> FaultRecord:
@@ -69,11 +74,13 @@ class AssayRecord:
     parents: Mapping[str, str]
     """SHA-256 of each snapshot by its name below the run's folder."""
     own: FaultRecord
-    """The candidate's own figures at the operator, with no fault; its `error` says why no fault
+    """The candidate's own figures, with no fault, at the same looks; its `error` says why no fault
     could be planted at all."""
     faults: tuple[FaultRecord, ...]
     sources: Mapping[str, str] = field(default_factory=dict)
     """`sources_of` what the faults were planted with; empty in records of an older version."""
+    stages: tuple[int, ...] = STAGES
+    """The STAGES of the version that made it; empty in records of an older one."""
 
     def is_of(self, resolved: Mapping[str, Any], environment: Mapping[str, Any]) -> bool:
         """Whether it was made with the sources of a manifest; an older record does not say."""
@@ -129,6 +136,7 @@ class _File:
     own: _FaultValues
     faults: list[_FaultValues]
     sources: dict[str, str] = field(default_factory=dict)
+    stages: list[Count] = field(default_factory=list)
 
 
 def write_assay(study: Path, record: AssayRecord) -> Path:
@@ -154,6 +162,7 @@ def read_assay(study: Path, arm: str) -> AssayRecord | None:
         own=fault_of(content.own),
         faults=tuple(fault_of(entry) for entry in content.faults),
         sources=content.sources,
+        stages=tuple(content.stages),
     )
 
 

@@ -12,19 +12,19 @@ out the file (`records.assay`), what counts as found (`analysis.assay`), and whe
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stability.analysis.assay import faults_due, tells_enough
+from stability.analysis.assay import faults_due, is_settled
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.axes import touches
 from stability.config.study import PolicyConfig
-from stability.probe import planted_faults
 from stability.probe.gradient_evidence import AttentionRole
-from stability.probe.planted_faults import FaultLook, Plant, plant_faults
+from stability.probe.planted_faults import MOST, FaultLook, Plant, distinct_looks, plant_faults
 from stability.records.assay import AssayRecord, sources_of
 from stability.records.identity import environment
 from stability.records.manifest import read_manifest
@@ -123,7 +123,7 @@ def assay_run(
         _looks(run, weights or run.paths, gradients, steps, device),
         faults_due(run.config.precision),
         gradients.baseline[0],
-        partial(tells_enough, policy, planted_faults.TRIES),
+        partial(is_settled, policy),
     )
     return AssayRecord(
         arm=run.arm.name,
@@ -156,7 +156,7 @@ def _looks(
     steps: Sequence[int],
     device: torch.device,
 ) -> list[FaultLook]:
-    """Return SHARE_LOOKS looks: the run's own batches in order, over the snapshots in turn."""
+    """Return up to MOST looks: the run's own batches in order, over the snapshots in turn."""
     weights = [
         {name: value.to(device) for name, value in read_run_snapshot(paths, step).items()}
         for step in steps
@@ -165,10 +165,12 @@ def _looks(
     # q may still be as wide as the model where autocast narrows it on the way into the kernel
     dtype = rounding if isinstance(rounding, torch.dtype) else None
     loader = load_data(run.config).train_dataloader()
+    batches = [batch[:SEQUENCES] for batch in islice(loader, MOST)]
+    # sequences in another order are the same ones: each has its own rounding errors again
+    rows = [tuple(sorted(map(tuple, batch.tolist()))) for batch in batches]
     looks = []
-    for index, batch in zip(range(planted_faults.SHARE_LOOKS), loader, strict=False):
-        of = weights[index % len(weights)]
-        whole = batch[:SEQUENCES].to(device)
+    for place, at in distinct_looks(rows, len(weights)):
+        of, whole = weights[at], batches[place].to(device)
         looks.append(
             FaultLook(
                 gradient=partial(_gradient, gradients, of, whole),

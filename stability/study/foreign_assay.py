@@ -1,9 +1,10 @@
 """Plants known faults on the candidate of a command: the command is run again, for a few updates.
 
 In its process the faults are planted (`planting`), on the batches of these updates and at the run's
-own snapshots; the run itself stays as it is on record. The updates must be the run's first ones,
-bit for bit: start, batches, and what decides the bits. What could not be planted is on record with
-its reason, and tried again with the next call of `stability run` or `record`.
+own snapshots; the run itself stays as it is on record. Faults that are near a limit after
+FIRST_LOOKS are planted once more, in a process that gives more batches. The updates must be the
+run's first ones, bit for bit: start, batches, and what decides the bits. What could not be planted
+is on record with its reason, and tried again with the next call of `stability run` or `record`.
 
 Leaves out which candidates are assayed (`assays`) and what counts as found (`analysis.assay`).
 """
@@ -13,12 +14,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from stability.analysis.assay import why_unplanted
+from stability.analysis.assay import faults_due, is_settled, why_unplanted
 from stability.analysis.study_records import read_study
 from stability.config.commands import filled_in
 from stability.config.convert import to_dict
 from stability.config.study import PolicyConfig
-from stability.probe.planted_faults import SHARE_LOOKS
+from stability.probe.planted_faults import MOST
 from stability.recorder.launch import environment_of, launch
 from stability.recorder.spooled import Spooled, read_spool
 from stability.recorder.writer import running_hashes
@@ -36,6 +37,9 @@ __all__ = ["assay_commands", "assay_recorded"]
 
 _PLANTING = "stability.study.planting"
 """What the script's process loads; by name, since it needs torch, and this one does not."""
+
+FIRST_LOOKS = 24
+"""Looks that settle most faults; MOST of them would have every script run four times as long."""
 
 
 def assay_commands(
@@ -55,8 +59,8 @@ def assay_commands(
             role=run.role,
             seed=run.seed,
             paths=run.paths,
-            measure=partial(_assay, run, folders[run.arm]),
-            cost=f": its command runs again, for up to {SHARE_LOOKS} updates",
+            measure=partial(_assay, run, folders[run.arm], tell),
+            cost=f": its command runs again, for up to {FIRST_LOOKS} updates",
         )
         for run in runs
         # of one that swaps no attention, or is not looked at as needed, the config says so
@@ -74,13 +78,18 @@ def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:
         )
 
 
-def _assay(run: ForeignRun, folder: Path | None, policy: PolicyConfig) -> AssayRecord:
+def _assay(
+    run: ForeignRun, folder: Path | None, tell: Callable[[str], None], policy: PolicyConfig
+) -> AssayRecord:
     """Return what each planted fault shows on the candidate of `run`, or why none was planted."""
     manifest = read_manifest(run.paths.manifest)
+    plant = partial(_planted, run, manifest, folder, policy)
     try:
-        own, faults = _planted(run, manifest, folder, policy)
+        own, faults = plant(list(faults_due("")), FIRST_LOOKS)
     except (ValueError, OSError) as error:
         own, faults = unplanted(str(error)), ()
+    else:
+        own, faults = _looked_closer(run.arm, policy, plant, tell, own, faults)
     return AssayRecord(
         arm=run.arm,
         seed=run.seed,
@@ -91,18 +100,57 @@ def _assay(run: ForeignRun, folder: Path | None, policy: PolicyConfig) -> AssayR
     )
 
 
+def _looked_closer(
+    arm: str,
+    policy: PolicyConfig,
+    plant: Callable[[Sequence[str], int], tuple[FaultRecord, tuple[FaultRecord, ...]]],
+    tell: Callable[[str], None],
+    own: FaultRecord,
+    faults: tuple[FaultRecord, ...],
+) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
+    """Return the figures with those of more looks for each fault that is not settled."""
+    is_open = [
+        fault.name
+        for fault in faults
+        if "gradient" in fault.levels and not is_settled(policy, fault, own)
+    ]
+    # of fewer looks than asked for there were no more batches
+    if own.error or not is_open or own.share_looks < FIRST_LOOKS:
+        return own, faults
+    names = ", ".join(is_open)
+    tell(f"{names} on {arm}: near a limit, so its command runs once more, for up to {MOST} updates")
+    try:
+        own_again, again = plant(is_open, MOST)
+        if own_again.error:
+            raise ValueError(own_again.error)
+    except (ValueError, OSError) as error:
+        said = str(error)
+        return own, tuple(
+            replace(fault, error=said) if fault.name in is_open else fault for fault in faults
+        )
+    closer = {fault.name: fault for fault in again}
+    return own_again, tuple(closer.get(fault.name, fault) for fault in faults)
+
+
 def _planted(
-    run: ForeignRun, manifest: Manifest, folder: Path | None, policy: PolicyConfig
+    run: ForeignRun,
+    manifest: Manifest,
+    folder: Path | None,
+    policy: PolicyConfig,
+    names: Sequence[str],
+    looks: int,
 ) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
     """Run the command again, and return what it has told of the faults; ValueError if it can't."""
     steps = steps_of(run.paths)
     if not steps:
         raise ValueError(f"{run.paths.root} must have a snapshot after step 0, has none")
-    updates = min(SHARE_LOOKS, manifest.step)
+    updates = min(looks, manifest.step)
     planting = {
         "instrument": _PLANTING,
         "snapshots": [str(run.paths.held_snapshot(step).resolve()) for step in steps],
         "policy": to_dict(policy),
+        "faults": list(names),
+        "looks": looks,
     }
     asked = replace(
         run.asked,
@@ -128,6 +176,9 @@ def _planted(
     if not spooled.assay:
         raise ValueError("the command ended without a word on the faults")
     own, *faults = map(fault_of, (spooled.assay["own"], *spooled.assay["faults"]))
+    told = [fault.name for fault in faults]
+    if not own.error and told != list(names):
+        raise ValueError(f"the command must tell of {', '.join(names)}, has told of {told}")
     return own, tuple(faults)
 
 

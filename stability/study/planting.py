@@ -7,16 +7,17 @@ candidate by: the calls are caught, and the gradient is isolated, as `shadow` do
 by its name. Leaves out whether it is the run's own training: what the recorder sees of it tells.
 """
 
-from dataclasses import asdict, replace
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from stability.analysis.assay import faults_due, tells_enough
+from stability.analysis.assay import faults_due, is_settled
 from stability.config.convert import from_dict
 from stability.config.study import PolicyConfig
 from stability.intercept.gradients import CaughtGradients
@@ -24,8 +25,9 @@ from stability.intercept.own_baseline import catching_as
 from stability.intercept.replacement import AskedDtypes, Replacement
 from stability.probe.attention_registry import ResolvedAttention
 from stability.probe.gradient_evidence import AttentionRole, Gradients
-from stability.probe.planted_faults import SHARE_LOOKS, TRIES, FaultLook, Plant, plant_faults
+from stability.probe.planted_faults import FaultLook, Plant, distinct_looks, plant_faults
 from stability.recorder import instrument
+from stability.recorder.inside.batch_hash import hash_batch
 from stability.recorder.instrument import GivenCall, attend_by, script_own
 from stability.records.assay import FaultRecord, unplanted
 from stability.records.sealed_json import jsonable
@@ -37,7 +39,8 @@ __all__ = ["Instrument"]
 class Instrument(instrument.Instrument):
     """Keeps what the model is given in its first passes, and plants the faults at the end.
 
-    `asked` also has `snapshots`, the paths of the weights to plant them at, and the `policy`.
+    `asked` also has `snapshots`, the paths of the weights to plant them at, the `policy`, the names
+    of the `faults`, and at how many `looks` at most.
     """
 
     def begin(self, model: nn.Module) -> None:
@@ -48,11 +51,10 @@ class Instrument(instrument.Instrument):
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Tell of a pass that trains; ValueError if its result holds no loss."""
-        if model is not self._model or len(self._calls) >= SHARE_LOOKS:
+        if model is not self._model or len(self._calls) >= self._asked["looks"]:
             return
         self._modes = {module: module.training for module in model.modules()}
         given = self._given(model, args, kwargs, result)
-        # copies: a script may write its next batch into the same tensors
         args, kwargs = tree_map(_kept, (given.args, dict(given.kwargs)))
         self._calls.append(given._replace(args=args, kwargs=kwargs))
 
@@ -86,17 +88,17 @@ class Instrument(instrument.Instrument):
             AskedDtypes(lambda layer, text: None),
         )
         weights = [read_snapshot(Path(path)) for path in self._asked["snapshots"]]
+        batches = [_batch_of(call, place) for place, call in enumerate(self._calls)]
         looks = []
-        for index, call in enumerate(self._calls):
-            gradient = partial(
-                self._gradient, taken, candidate, weights[index % len(weights)], call
-            )
+        for place, at in distinct_looks(batches, len(weights))[: self._asked["looks"]]:
+            gradient = partial(self._gradient, taken, candidate, weights[at], self._calls[place])
             looks.append(FaultLook(gradient=gradient, operator=gradient))
+        due = faults_due("")
         return plant_faults(
             looks,
-            faults_due(""),
+            {name: due[name] for name in self._asked["faults"]},
             partial(attend_by, self._sdpa),
-            partial(tells_enough, from_dict(PolicyConfig, self._asked["policy"], "policy"), TRIES),
+            partial(is_settled, from_dict(PolicyConfig, self._asked["policy"], "policy")),
         )
 
     def _gradient(
@@ -109,7 +111,8 @@ class Instrument(instrument.Instrument):
         role: AttentionRole,
         is_isolated: bool,
     ) -> Gradients:
-        self._call = call
+        args, kwargs = tree_map(_given_again, (call.args, call.kwargs))
+        self._call = call._replace(args=args, kwargs=kwargs)
         with torch.no_grad():
             # nothing is put back: this process ends with the assay
             for name, x in self._state().items():
@@ -119,5 +122,24 @@ class Instrument(instrument.Instrument):
         return taken.with_candidate(planted).of(role, is_isolated)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A copy of a tensor in the host's memory, where there is room for that of every batch."""
+
+    values: Tensor
+    device: torch.device
+
+
 def _kept(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+    # a copy: a script may write its next batch into the same tensor
+    return _Kept(x.detach().to("cpu", copy=True), x.device) if isinstance(x, Tensor) else x
+
+
+def _given_again(x: Any) -> Any:
+    return x.values.to(x.device) if isinstance(x, _Kept) else x
+
+
+def _batch_of(call: GivenCall, place: int) -> Hashable:
+    """Return what is equal for calls with the same samples, in any order; else their place."""
+    tensors = [x.values for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, _Kept)]
+    return f"{int(hash_batch(tensors)[0])}" if tensors else place

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from attention_kernels.testing.fault_names import FAULT_LEVELS
-from stability.analysis.assay import arm_assay, found_at, would_have_shown
+from stability.analysis.assay import arm_assay, found_at, is_settled, would_have_shown
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
 from stability.records.assay import (
+    STAGES,
     AssayRecord,
     FaultRecord,
     read_assay,
@@ -49,7 +50,17 @@ def _fault(name="dq_gain", levels=("operator",), operator=None, **figures):
     )
 
 
-OWN = _fault("", ())
+def _gradient(ratios, share=0.0, share_se=0.002):
+    return {"ratios": ratios, "share": share, "share_se": share_se, "share_looks": len(ratios)}
+
+
+def _around(ratio, spread, count):
+    """Ratios with this geometric mean, whose logs scatter."""
+    dice = np.random.default_rng(1).normal(size=count)
+    return tuple(ratio * np.exp(spread * (dice - dice.mean()) / dice.std(ddof=1)))
+
+
+OWN = _fault("", (), **_gradient((1.0, 1.1, 0.95)))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,7 @@ def test_a_limit_that_is_raised_lets_faults_through():
 
 
 def test_what_the_candidate_shows_without_the_fault_is_no_sign_of_it():
-    own = _fault("", (), operator=_operator(ratio=2.3))
+    own = replace(OWN, operator=_operator(ratio=2.3))
     assert found_at("operator", _fault(operator=_operator(ratio=2.3)), OWN, ALPHA, POLICY)
     assert not found_at("operator", _fault(operator=_operator(ratio=2.3)), own, ALPHA, POLICY)
     both = _fault(operator=_operator(ratio=2.3, gain=5e-3))
@@ -90,9 +101,14 @@ def test_what_the_candidate_shows_without_the_fault_is_no_sign_of_it():
     ("figures", "found"),
     [
         ({"ratios": (20.0, 21.0, 19.0), "share": 0.0, "share_se": 0.1, "share_looks": 3}, True),
-        ({"ratios": (1.0,) * 24, "share": 0.04, "share_se": 0.005, "share_looks": 24}, True),
-        ({"ratios": (1.0,) * 24, "share": 0.02, "share_se": 0.01, "share_looks": 24}, False),
-        ({"ratios": (1.0, 3.0, 2.5), "share": 0.5, "share_se": 0.5, "share_looks": 3}, False),
+        (_gradient((1.0,) * 24, 0.04, 0.005), True),
+        (_gradient((1.0,) * 24, 0.02, 0.01), False),
+        (_gradient((1.0, 3.0, 2.5), 0.5, 0.5), False),
+        (_gradient((1.0, math.nan, 1.0), math.nan, math.nan), True),
+        (_gradient((1.0, math.inf, 1.0), math.nan, math.nan), True),
+        (_gradient((1.0,) * 24, math.inf, 0.1), True),
+        (_gradient((1.0,) * 24, math.inf, math.inf), False),
+        (_gradient((1.0,) * 24, 0.04, 0.0), False),
         ({}, False),
     ],
 )
@@ -101,12 +117,75 @@ def test_a_fault_is_found_in_the_gradient_by_its_ratio_or_by_what_repeats(figure
     assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
 
 
+FAR = _gradient((20.0, 21.0, 19.0), 0.9, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("own", "figures", "found"),
+    [
+        # each figure, beyond its limit without the fault too, leaves the other one
+        (_gradient((3.0, 3.1, 2.9)), FAR, True),
+        (_gradient((3.0, 3.1, 2.9)), FAR | {"share": 0.0}, False),
+        (_gradient((1.0,) * 3, 0.05, 0.01), FAR, True),
+        (_gradient((1.0,) * 3, 0.05, 0.01), FAR | {"ratios": (1.0, 1.1, 0.9)}, False),
+        (_gradient((3.0, 3.1, 2.9), 0.05, 0.01), FAR, False),
+        # its own doubt is no finding: a share of 0.02 with a standard error of 0.01 may be none
+        (_gradient((1.0,) * 3, 0.02, 0.01), FAR | {"ratios": (1.0, 1.1, 0.9)}, True),
+        (_gradient((1.0, 9.0, 1.0)), FAR | {"share": 0.0}, True),
+        (_gradient((1.0, math.nan, 1.0), math.nan, math.nan), FAR, False),
+        ({}, FAR, False),
+    ],
+    ids=str,
+)
+def test_a_figure_of_the_gradient_that_is_beyond_without_the_fault_shows_nothing(
+    own, figures, found
+):
+    fault, own = _fault(levels=("gradient",), **figures), _fault("", (), **own)
+    assert found_at("gradient", fault, own, ALPHA, POLICY) is found
+    assert not own.ratios or is_settled(POLICY, fault, own) is found
+
+
+def test_each_stage_at_which_a_fault_is_tried_has_its_part_of_the_error_rate():
+    """Of a share that is surely beyond at a twelfth of one look's error rate, and just not."""
+    from scipy.stats import t
+
+    tries = 2 * len(STAGES)
+    assert tries == 12
+    for part, is_found in ((1.02, True), (0.98, False)):
+        for looks in (3, 24, 96):
+            far = t.isf(ALPHA / tries / part, looks - 1)
+            share = POLICY.max_share + 1e-3 * far
+            figures = _gradient((1.0,) * looks, share, 1e-3)
+            fault = _fault(levels=("gradient",), **figures)
+            assert found_at("gradient", fault, OWN, ALPHA, POLICY) is is_found
+
+
+@pytest.mark.parametrize(
+    ("figures", "settled"),
+    [
+        (_gradient(_around(2.2, 0.3, 24), 0.026, 0.0155), False),
+        (_gradient(_around(2.2, 0.3, 24), 0.09, 0.0155), True),
+        (_gradient(_around(1.1, 0.2, 24), 0.026, 0.0155), False),
+        (_gradient(_around(1.1, 0.2, 24), 0.0, 0.001), True),
+        # a share that is surely small settles nothing while the ratio may be beyond
+        (_gradient(_around(1.9, 0.3, 24), 0.0, 0.001), False),
+        # at the error rate of one look, 0.014, this would be surely within
+        (_gradient(_around(1.1, 0.2, 24), 0.0, 0.0040), False),
+        (_gradient((1.0, 1.1)), False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_more_looks_are_taken_while_a_fault_is_neither_found_nor_surely_missed(figures, settled):
+    assert is_settled(POLICY, _fault(levels=("gradient",), **figures), OWN) is settled
+
+
 BROKEN = {
     "attention.implementation": ["baseline", "flash"],
     "attention.fault": ["", "out_gain_1pct"],
 }
 PARENTS = {"snapshots/step-00000020.safetensors": "a" * 64}
-GRADIENT = {"ratios": (20.0, 21.0, 19.0), "share": 0.0, "share_se": 0.1, "share_looks": 3}
+GRADIENT = _gradient((20.0, 21.0, 19.0), 0.0, 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +398,30 @@ def _listing(recorded, hashes):
     arm = replace(arm, runs={0: replace(arm.runs[0], manifest=manifest)})
     others = [arm if one.name == arm.name else one for one in recorded.arms]
     return replace(recorded, arms=tuple(others)), arm
+
+
+def test_an_assay_on_fewer_batches_than_todays_proves_nothing(study):
+    assert _assay(study).state == "sensitive"
+    path = study / "assay" / "flash_fa2.json"
+    content = read_sealed(path, "the test")
+    for stages in ([3, 6, 12, 24], None):
+        older = {name: value for name, value in content.items() if name != "stages"}
+        write_sealed(path, older | ({} if stages is None else {"stages": stages}))
+        recorded = _recorded(study)
+        found = arm_assay(recorded, recorded.arm("flash_fa2"), POLICY)
+        assert (found.state, found.sentence) == (
+            "not measured",
+            "faults were planted on it by an older version, on fewer batches; run it again",
+        )
+
+
+def test_a_fault_that_could_not_be_looked_at_as_often_as_it_takes_is_none_that_was_missed(study):
+    failed = replace(_planted()[1], error="the command ended with exit code 1: no disk")
+    found = _assay(study, _planted(**{failed.name: failed}))
+    assert (found.state, found.sentence) == (
+        "not measured",
+        f"{failed.name} could not be looked at again: the command ended with exit code 1: no disk",
+    )
 
 
 def test_where_no_fault_could_be_planted_the_reason_is_said(study):
