@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from stability.analysis.assay import faults_due, is_settled, why_unplanted
 from stability.analysis.study_records import read_study
@@ -175,7 +176,17 @@ def _planted(
     _check_is_own(run, manifest, spooled)
     if not spooled.assay:
         raise ValueError("the command ended without a word on the faults")
-    own, *faults = map(fault_of, (spooled.assay["own"], *spooled.assay["faults"]))
+    return _told(spooled.assay, names)
+
+
+def _told(
+    assay: Mapping[str, Any], names: Sequence[str]
+) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
+    """Return the figures of the candidate and its faults from their JSON values; ValueError else.
+
+    All of `names` must be there, unless none could be planted.
+    """
+    own, *faults = map(fault_of, (assay["own"], *assay["faults"]))
     told = [fault.name for fault in faults]
     if not own.error and told != list(names):
         raise ValueError(f"the command must tell of {', '.join(names)}, has told of {told}")

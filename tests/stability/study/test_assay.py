@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import pytest
 
@@ -34,8 +35,8 @@ def _edit(content):
 def trained_once(tmp_path_factory, text_file):
     """A tiny study with a candidate and an arm that is broken on purpose, run with its assay."""
     with pytest.MonkeyPatch.context() as patch:
-        # the share of a bias takes 24 looks, which is the demo's business
-        patch.setattr(planted_faults, "SHARE_LOOKS", 3)
+        # the share of a bias takes more looks, which is the demo's business
+        patch.setattr(planted_faults, "MOST", 3)
         path, folder = train_edited(tmp_path_factory.mktemp("assay"), text_file, _edit)
     return load_study(path), folder
 
@@ -43,7 +44,7 @@ def trained_once(tmp_path_factory, text_file):
 @pytest.fixture
 def trained_study(trained_once, tmp_path, monkeypatch):
     """The study and a copy of its folder that a test may spoil."""
-    monkeypatch.setattr(planted_faults, "SHARE_LOOKS", 3)
+    monkeypatch.setattr(planted_faults, "MOST", 3)
     study, folder = trained_once
     return study, shutil.copytree(folder, tmp_path / study.name)
 
@@ -69,9 +70,15 @@ def test_a_studys_candidates_are_assayed_at_its_end(trained_study, monkeypatch):
     assert gains["dq"] == record.own.operator["dq"], "a factor on dk leaves dq alone"
     assert min(by_name["dropped_key"].ratios) > 2
     assert not by_name["scale_gain"].ratios, "only the operator shows it"
+    assert len(record.own.ratios) == record.own.share_looks == 3
+    assert max(record.own.ratios) < 2 < min(by_name["dropped_key"].ratios)
     found = arm_assay(read_study(folder), read_study(folder).arm("fa2"), PolicyConfig())
     operator = [text for text in found.missed if text.endswith("operator")]
-    assert operator == []
+    # of two layers, three looks are six values: where the processor has a matrix unit of its own,
+    # whose bits are others, they pin a bias of 0.1 ULP down just not well enough
+    assert operator in ([], ["bias_tenth_ulp at the operator"])
+    biases = by_name["bias_tenth_ulp"].operator["out"]["golden_bias_ulp"]
+    assert sum(biases) / 6 == pytest.approx(0.1, abs=0.03)
 
     monkeypatch.setattr(assay, "assay_run", lambda *_: pytest.fail("measured again"))
     assert _again(study, folder) == ([], [])
@@ -85,9 +92,11 @@ def test_a_studys_candidates_are_assayed_at_its_end(trained_study, monkeypatch):
             record, faults=tuple(replace(f, levels=("operator",)) for f in record.faults)
         ),
         lambda record: replace(record, parents={}),
+        lambda record: replace(record, stages=(3, 6, 12)),
+        lambda record: replace(record, own=replace(record.own, error="no room")),
         lambda record: replace(record, sources={**record.sources, "attention": "0" * 64}),
     ],
-    ids=["one fault", "older levels", "other weights", "other source"],
+    ids=["one fault", "older levels", "other weights", "fewer looks", "failed", "other source"],
 )
 def test_a_record_that_is_short_or_stale_is_made_anew(trained_study, monkeypatch, spoil):
     study, folder = trained_study
@@ -96,6 +105,35 @@ def test_a_record_that_is_short_or_stale_is_made_anew(trained_study, monkeypatch
     monkeypatch.setattr(assay, "assay_run", lambda *_: whole)
     assert _again(study, folder) == (["fa2"], [])
     assert _again(study, folder) == ([], [])
+
+
+def test_no_look_at_a_fault_is_of_one_batch_at_the_same_weights(trained_study, monkeypatch):
+    study, folder = trained_study
+    (folder / "assay" / "fa2.json").unlink()
+    data = assay.load_data
+    monkeypatch.setattr(planted_faults, "MOST", 96)
+    given = []
+
+    def kept(looks, *_):
+        given.extend(looks)
+        raise ValueError("seen")
+
+    class Data:
+        def __init__(self, config):
+            loader = data(config).train_dataloader()
+            self._three = [batch[: assay.SEQUENCES] for batch in islice(loader, 3)]
+
+        def train_dataloader(self):
+            return [*self._three, *(batch.flip(0) for batch in self._three)]
+
+    monkeypatch.setattr(assay, "load_data", Data)
+    monkeypatch.setattr(assay, "plant_faults", kept)
+    assert "seen" in _again(study, folder)[1][0][2]
+    # three batches at three snapshots, though six batches came
+    assert len(given) == 9
+    args = [look.gradient.args for look in given]
+    assert len({(id(weights), str(batch.tolist())) for _, weights, batch in args}) == 9
+    assert len({str(sorted(batch.tolist())) for *_, batch in args}) == 3
 
 
 def _without_weights(study, folder):

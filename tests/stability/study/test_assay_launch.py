@@ -44,7 +44,7 @@ def test_a_command_that_runs_again_for_the_assay_logs_no_second_training(
     monkeypatch.setattr(foreign_assay, "launch", launch)
     manifest: Any = SimpleNamespace(step=4)
     with pytest.raises(_StartedError):
-        foreign_assay._planted(run, manifest, None, PolicyConfig())
+        foreign_assay._planted(run, manifest, None, PolicyConfig(), ["dv_gain"], 24)
     words, variables = started
     assert variables["WANDB_MODE"] == "disabled"
     assert variables["OTHER"] == "kept"

@@ -80,7 +80,9 @@ def test_faults_are_planted_on_the_candidate_and_none_of_its_bits_is_changed(
     assert sum(gains) / 3 == pytest.approx(5e-3, rel=0.3)
     assert by_name["dk_gain"].operator["dq"] == record.own.operator["dq"]
     assert min(by_name["dropped_key"].ratios) > 2
-    assert by_name["bias_tenth_ulp"].share_looks == 24
+    assert by_name["dropped_key"].share_looks < by_name["bias_tenth_ulp"].share_looks
+    assert record.own.share_looks == max(fault.share_looks for fault in record.faults)
+    assert max(record.own.ratios) < 2
     manifest = recorded.manifest("fa2")
     assert manifest.hashes["final_weights"] == recorded.manifest("early").hashes["final_weights"]
     assert read_assay(recorded.folder, "broken") is None, "it is a fault itself"
@@ -105,6 +107,28 @@ def test_the_arm_that_is_broken_trains_with_its_fault(recorded: Recording) -> No
 def _gain_of_out(study: Recording, arm: str) -> float:
     found = read_metrics(study.paths(arm).metrics)[deviation_name("blocks.0", "out", "gain")]
     return found.values[-1]
+
+
+def test_a_fault_near_a_limit_is_looked_at_again_at_more_batches(
+    study: Recording, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stability.study.foreign_assay.FIRST_LOOKS", 3)
+    whole = read_assay(study.folder, "fa2")
+    assert whole is not None
+    assert study.record("early", options=SWAPPED) == 0
+    told = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "near a limit, so its command runs once more, for up to 96 updates" in told
+    record = read_assay(study.folder, "early")
+    assert record is not None
+    looks = {fault.name: fault.share_looks for fault in record.faults}
+    assert looks["dropped_key"] == 3 < looks["bias_tenth_ulp"]
+    # in its first looks a process gives the same as in one that begins with more of them
+    for fault, other in zip(record.faults, whole.faults, strict=True):
+        count = min(len(fault.ratios), len(other.ratios))
+        assert fault.ratios[:count] == other.ratios[:count]
+        assert fault.operator == other.operator
+    # three snapshots, and no batch twice at one of them
+    assert max(looks.values()) <= 72
 
 
 @pytest.mark.long
