@@ -101,7 +101,10 @@ def _assay(run: RunPaths) -> AssayRecord:
     figures = {"error_ratio": (3.5, 3.25, 3.75), "gain": (0.5, 0.25, 0.5)}
     figures |= {"golden_bias_ulp": (0.5, 0.5, 0.5)}
     operator: dict[str, Any] = dict.fromkeys(("out", "dq", "dk", "dv"), figures)
-    own = FaultRecord(name="", what="no fault", levels=(), operator=operator)
+    gradient: dict[str, Any] = {"ratios": (1.0, 1.125, 0.875), "share": 0.0, "share_se": 0.0625}
+    own = FaultRecord(
+        name="", what="no fault", levels=(), operator=operator, share_looks=3, **gradient
+    )
     faults = [
         FaultRecord(
             name=name,
