@@ -78,8 +78,9 @@ def update(
             continue
         if record is None:
             continue
-        if record.own.error:
-            note(run.arm, run.seed, f"no assay: {record.own.error}")
+        errors = (fault.error for fault in (record.own, *record.faults) if fault.error)
+        for error in dict.fromkeys(errors):
+            note(run.arm, run.seed, f"no assay: {error}")
         path = write_assay(study, record)
         files = RunFiles(run.paths, read_manifest(run.paths.manifest))
         files.update(hashes={**files.manifest.hashes, LISTED: file_checksum(path)})

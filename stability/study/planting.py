@@ -136,7 +136,7 @@ def _kept(x: Any) -> Any:
 
 
 def _given_again(x: Any) -> Any:
-    return x.values.to(x.device) if isinstance(x, _Kept) else x
+    return x.values.to(x.device, copy=True) if isinstance(x, _Kept) else x
 
 
 def _batch_of(call: GivenCall, place: int) -> Hashable:

@@ -107,6 +107,22 @@ def test_a_record_that_is_short_or_stale_is_made_anew(trained_study, monkeypatch
     assert _again(study, folder) == ([], [])
 
 
+def test_faults_that_could_not_be_planted_are_noted_once_with_the_reason(
+    trained_study, monkeypatch
+):
+    study, folder = trained_study
+    whole = read_assay(folder, "fa2")
+    (folder / "assay" / "fa2.json").unlink()
+    failed = tuple(replace(fault, error="no disk") for fault in whole.faults[:2])
+    monkeypatch.setattr(
+        assay, "assay_run", lambda *_: replace(whole, faults=(*failed, *whole.faults[2:]))
+    )
+    assert _again(study, folder) == (["fa2"], [("fa2", 0, "no assay: no disk")])
+    assert read_assay(folder, "fa2").faults[1].error == "no disk"
+    monkeypatch.setattr(assay, "assay_run", lambda *_: whole)
+    assert _again(study, folder) == (["fa2"], []), "it is tried again"
+
+
 def test_no_look_at_a_fault_is_of_one_batch_at_the_same_weights(trained_study, monkeypatch):
     study, folder = trained_study
     (folder / "assay" / "fa2.json").unlink()
