@@ -87,7 +87,9 @@ def _look(seed: int, *, weights: int = 0, candidate: Attention = _candidate) -> 
     return FaultLook(gradient=take, operator=take)
 
 
-DUE = dict.fromkeys(("dq_gain", "bias_tenth_ulp", "dropped_key"), ("operator", "gradient"))
+DUE: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("dq_gain", "bias_tenth_ulp", "dropped_key"), ("operator", "gradient")
+)
 
 
 def _planted(

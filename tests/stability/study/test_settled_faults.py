@@ -33,7 +33,7 @@ def _figures(name: str, ratio: float, share: float, share_se: float, looks: int)
     )
 
 
-FOUND_AT_ONCE = dict.fromkeys(DUE, (20.0, 0.0, 0.01, 3))
+FOUND_AT_ONCE: dict[str, Any] = dict.fromkeys(DUE, (20.0, 0.0, 0.01, 3))
 NEAR = (1.0, 0.026, 0.0155)
 
 
