@@ -126,6 +126,7 @@ FAR = _gradient((20.0, 21.0, 19.0), 0.9, 0.01)
         # each figure, beyond its limit without the fault too, leaves the other one
         (_gradient((3.0, 3.1, 2.9)), FAR, True),
         (_gradient((3.0, 3.1, 2.9)), FAR | {"share": 0.0}, False),
+        (_gradient((2.6, 3.5, 3.0)), FAR | {"share": 0.0}, False),
         (_gradient((1.0,) * 3, 0.05, 0.01), FAR, True),
         (_gradient((1.0,) * 3, 0.05, 0.01), FAR | {"ratios": (1.0, 1.1, 0.9)}, False),
         (_gradient((3.0, 3.1, 2.9), 0.05, 0.01), FAR, False),
