@@ -372,7 +372,7 @@ def _p_ratio(ratios: Sequence[float], limit: float) -> tuple[float, float]:
 
 
 def _p_share(fault: FaultRecord, limit: float) -> tuple[float, float]:
-    if not 0 < fault.share_se < math.inf or fault.share_looks < FEWEST:
+    if not fault.share_se > 0 or fault.share_looks < FEWEST:
         return _UNKNOWN
     from scipy.stats import t  # heavy: 1.2 s of CPU
 
