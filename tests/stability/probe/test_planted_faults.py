@@ -1,5 +1,6 @@
 """Planted faults, look by look: which looks are taken, and what the candidate shows without one."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -183,3 +184,12 @@ def test_a_fault_whose_gradient_is_no_number_is_found_and_a_candidates_own_is_no
     assert _is_found(faults["dropped_key"], own)
     own, faults = _planted([_look(seed, candidate=spoilt(_candidate)) for seed in range(3)])
     assert not any(_is_found(fault, own) for fault in faults.values())
+
+
+def test_beside_an_exact_baseline_an_exact_candidate_errs_no_further_and_another_endlessly() -> (
+    None
+):
+    errors = planted_faults._Errors()
+    for value, accepted in ((0.0, 0.0), (1.0, 0.0), (3.0, 1.5)):
+        errors.add([torch.tensor([value])], accepted)
+    assert errors.ratios == [1.0, math.inf, 2.0]
