@@ -358,6 +358,8 @@ def test_the_published_rule_takes_no_doubling_back_and_counts_a_hidden_block():
     hidden = -torch.inf
     scores = torch.tensor([[9, 9, 1], [9, 8, 1], [-2, -2, -3], [-2, -3, hidden], [hidden] * 3])
     assert block_maximum(scores, published).flatten().tolist() == [18, 9, 0, -2, 0]
+    # one hidden key is repeated by no other
+    assert block_maximum(torch.tensor([[hidden]]), published).item() == 0
     # off with beta 1, whatever the rule
     off = PROFILES["fa2"].with_(repeated_max_rule="published").softmax
     assert block_maximum(scores, off)[-1].item() == hidden
