@@ -92,7 +92,7 @@ def prepare(
 
 
 def operand_dtype(name: str, numerics: FlashNumerics, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which `prepare` gives the operand called `name` of a tensor of `dtype`."""
+    """Return the dtype of the operand called `name` that `prepare` makes of a tensor of `dtype`."""
     if _is_kept(name, numerics, dtype):
         return dtype
     return DTYPES[format_named(numerics.format_at(name)).container]
