@@ -32,7 +32,7 @@ from attention_kernels.rotation import rotation
 from attention_kernels.rounding import DTYPES, round_to
 from attention_kernels.rounding_key import Draws, draws_of
 
-__all__ = ["Operand", "prepare", "rotate_back"]
+__all__ = ["Operand", "operand_dtype", "prepare", "rotate_back"]
 
 
 class Operand(NamedTuple):
@@ -66,9 +66,8 @@ def prepare(
     target = format_named(numerics.format_at(name))
     rounding, scaling = numerics.arithmetic.rounding, numerics.scaling
     rotated = scaling.incoherent and name in ("q", "k")
-    exact = target.changes_nothing(FORMATS[input_format(x.dtype)])
     # nothing to be done: the caller's own tensor, with no copy and no factors to multiply by
-    if exact and not rotated and not numerics.scaled:
+    if _is_kept(name, numerics, x.dtype):
         return Operand(x, None)
     work = torch.promote_types(numerics.work_dtype(), x.dtype)
     values = x.to(torch.promote_types(work, torch.float32))
@@ -90,6 +89,21 @@ def prepare(
         return _in_blocks(values, name, recipe, numerics, block, bits)
     values = round_to(values, target, rounding, bits=bits)
     return Operand(values.to(DTYPES[target.container]), scales)
+
+
+def operand_dtype(name: str, numerics: FlashNumerics, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the operand called `name` that `prepare` makes of a tensor of `dtype`."""
+    if _is_kept(name, numerics, dtype):
+        return dtype
+    return DTYPES[format_named(numerics.format_at(name)).container]
+
+
+def _is_kept(name: str, numerics: FlashNumerics, dtype: torch.dtype) -> bool:
+    """Whether a tensor of `dtype` is an operand as it is."""
+    rotated = numerics.scaling.incoherent and name in ("q", "k")
+    target = format_named(numerics.format_at(name))
+    exact = target.changes_nothing(FORMATS[input_format(dtype)])
+    return exact and not rotated and not numerics.scaled
 
 
 def rotate_back(dx: Tensor, numerics: FlashNumerics) -> Tensor:

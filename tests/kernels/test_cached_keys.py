@@ -29,7 +29,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"causal": True, "window": (5, None), "scale": 0.3},
     "softcap": {"softcap": 2.0},
     "alibi": {"causal": True, "alibi_slopes": torch.linspace(0.1, 1, HEADS)},
-    "alibi by sequence": {"alibi_slopes": torch.rand(len(LENGTHS), HEADS)},
+    "alibi by sequence": {
+        "alibi_slopes": torch.linspace(0.05, 1, len(LENGTHS) * HEADS).view(-1, HEADS)
+    },
     "sinks": {"causal": True, "sinks": torch.linspace(-2, 2, HEADS)},
 }
 

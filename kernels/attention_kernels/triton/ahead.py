@@ -22,9 +22,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 
-from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.masks import Mask
 from attention_kernels.numerics import FlashNumerics
+from attention_kernels.operands import operand_dtype
 from attention_kernels.triton import fast, fast_launch
 from attention_kernels.triton.arguments import (
     Factors,
@@ -32,6 +32,7 @@ from attention_kernels.triton.arguments import (
     Places,
     PlaceScalars,
     Scalars,
+    compiled_dtype,
     constants_of,
 )
 from attention_kernels.triton.backward import dbias_kernel, dkv_kernel, dq_kernel
@@ -42,9 +43,11 @@ __all__ = [
     "FAST_KERNELS",
     "KERNELS",
     "SHARED_MEMORY",
+    "TENSOR_MEMORY",
     "MachineCode",
     "compile_ahead",
     "compile_fast_ahead",
+    "fits",
     "machine_code",
     "signature_of",
 ]
@@ -69,6 +72,10 @@ _DESCRIBED = {"forward": ("p_k", "p_v"), "dq": ("p_k", "p_v")}
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that a program may have, by compute capability."""
 
+TENSOR_MEMORY = 512
+"""Columns that a program may have on sm_100, whose tensor cores add in a memory of their own."""
+
+_OPERANDS = ("q", "k", "v", "dout")
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -96,14 +103,13 @@ def signature_of(
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Return the types of a kernel's arguments as `launch` gives them, constants and attributes.
 
-    For contiguous tensors, `operands` of `dtype` and the others in the work format; `numerics` is
-    resolved. Both mappings are by the argument's place, as Triton wants them.
+    For contiguous tensors of `dtype`: `operands` as `prepare` gives them, the others in the work
+    format; `numerics` is resolved. Both mappings are by the argument's place, as Triton wants them.
     """
     work = numerics.work_dtype()
-    container = format_named(numerics.forward.operands)
-    wide = work == torch.float64 or not container.fits(FORMATS["bf16"])
-    held = _POINTERS[dtype] if dtype != torch.float64 or wide else _POINTERS[work]
-    factor = _POINTERS[work] if numerics.scaling.scaling != "none" else "constexpr"
+    factor = _POINTERS[work] if numerics.scaled else "constexpr"
+    # the forward has no dout, and no factors of it
+    factors = [factor] * 3 + ["constexpr" if kernel is forward_kernel else factor]
     has = {
         "padding": ("*u8", mask.key_padding),
         "visible": ("*u8", mask.visible),
@@ -120,7 +126,7 @@ def signature_of(
     kind = ("fp32",) * 4 if work == torch.float64 else "fp32"
     whole = [("fp32",) * 2] * (len(Scalars._fields) - 4)
     masks_of_call = Masks(**masks, slopes_batch="i32", scalars=Scalars(*[kind] * 4, *whole))
-    groups = {"factors": Factors(*[factor] * 4), "masks": masks_of_call}
+    groups = {"factors": Factors(*factors), "masks": masks_of_call}
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -138,12 +144,25 @@ def signature_of(
             constants[(index, 3)] = 1
             attributes |= {(index, axis): [["tt.divisibility", 16]] for axis in range(3)}
         elif name.startswith("p_"):
-            operand = name in operands
-            signature[name] = held if operand else _POINTERS[work]
+            held = _held(name, numerics, dtype) if name in operands else work
+            signature[name] = _POINTERS[held]
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "i32"
     return signature, constants, attributes
+
+
+def _held(name: str, numerics: FlashNumerics, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of an argument that a launch hands over in the dtype of an operand."""
+    operand = name.removeprefix("p_")
+    held = operand_dtype(operand, numerics, dtype) if operand in _OPERANDS else dtype
+    return compiled_dtype(held, numerics.work_dtype())
+
+
+def fits(compiled: Any, arch: int) -> bool:
+    """Whether a chip has the memory of a compiled kernel: what Triton asks before it runs one."""
+    metadata = compiled.metadata
+    return metadata.shared <= SHARED_MEMORY[arch] and (metadata.tmem_size or 0) <= TENSOR_MEMORY
 
 
 def compile_ahead(
@@ -153,19 +172,24 @@ def compile_ahead(
     dtype: torch.dtype,
     head_dim: int | tuple[int, int],
     mask: Mask | None = None,
+    group: int = 1,
 ) -> Any:
     """Return a kernel compiled for compute capability `arch`, as 90; fewer stages if it must.
 
-    `head_dim` is that of q and k, and that of v where there are two. What comes back is Triton's
-    compiled kernel, whose `metadata.shared` may still be more than the chip has.
+    `head_dim` is that of q and k, and that of v where there are two; `group` query heads share a
+    head of k. What comes back is Triton's compiled kernel, which may still not fit the chip
+    (`fits`).
     """
     mask = mask or Mask()
     resolved = numerics.resolve(dtype)
     sizes = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-    q, v = (torch.empty(1, 2, 64, size, dtype=dtype, device="meta") for size in sizes)
+    q, k, v = (
+        torch.empty(1, heads, 64, size, dtype=dtype, device="meta")
+        for heads, size in ((2 * group, sizes[0]), (2, sizes[0]), (2, sizes[1]))
+    )
     values = constants_of(
         q,
-        q,
+        k,
         v,
         mask=mask,
         scale=sizes[0] ** -0.5,
@@ -185,7 +209,7 @@ def compile_ahead(
             target=GPUTarget("cuda", arch, 32),
             options={**options, "num_stages": stages},
         )
-        if compiled.metadata.shared <= SHARED_MEMORY[arch]:
+        if fits(compiled, arch):
             break
     return compiled
 

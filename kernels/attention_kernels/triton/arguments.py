@@ -42,6 +42,7 @@ __all__ = [
     "PlaceScalars",
     "Places",
     "Scalars",
+    "compiled_dtype",
     "constants_of",
     "factors_of",
     "kernel_inputs",
@@ -394,8 +395,15 @@ def kernel_inputs(work: torch.dtype, *tensors: Tensor) -> list[Tensor]:
     The interpreter's BF16 is no number, and Triton 3.6 and 3.7 fail to compile an FP64 dot of
     blocks that were loaded as 16 bits ("fp64 don't support largeK MMA").
     """
-    widen = tensors[0].device.type == "cpu" or work == torch.float64
-    detached = [tensor.detach() for tensor in tensors]
-    return [
-        tensor.float() if widen and tensor.element_size() == 2 else tensor for tensor in detached
-    ]
+    interpreted = tensors[0].device.type == "cpu"
+    return [x.detach().to(_widened(x.dtype, work, interpreted)) for x in tensors]
+
+
+def compiled_dtype(dtype: torch.dtype, work: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a compiled kernel reads a tensor; see `kernel_inputs`."""
+    return _widened(dtype, work, False)
+
+
+def _widened(dtype: torch.dtype, work: torch.dtype, interpreted: bool) -> torch.dtype:
+    widen = interpreted or work == torch.float64
+    return torch.float32 if widen and dtype.itemsize == 2 else dtype

@@ -41,3 +41,9 @@ def test_packed_inputs_say_where_sequences_start():
 def test_lengths_that_do_not_pair_are_refused():
     with pytest.raises(ValueError, match="make_packed: key_lens must be as many as query_lens, 2"):
         packed((3, 5), (9,))
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_each_test_draws_from_the_same_seed(time):
+    seeded = torch.Generator().manual_seed(1511)
+    assert torch.equal(torch.randn(3), torch.randn(3, generator=seeded))

@@ -358,6 +358,8 @@ def test_the_published_rule_takes_no_doubling_back_and_counts_a_hidden_block():
     hidden = -torch.inf
     scores = torch.tensor([[9, 9, 1], [9, 8, 1], [-2, -2, -3], [-2, -3, hidden], [hidden] * 3])
     assert block_maximum(scores, published).flatten().tolist() == [18, 9, 0, -2, 0]
+    # one hidden key is repeated by no other
+    assert block_maximum(torch.tensor([[hidden]]), published).item() == 0
     # off with beta 1, whatever the rule
     off = PROFILES["fa2"].with_(repeated_max_rule="published").softmax
     assert block_maximum(scores, off)[-1].item() == hidden
@@ -401,12 +403,15 @@ def test_tf32_rounds_ties_away_from_zero():
     assert dot(tie, one, "tf32x3").item() == 1 + 2**-11
 
 
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "infinite"])
 @pytest.mark.parametrize("mode", ["tf32", "tf32x3"])
-def test_tf32_of_operands_that_it_holds_has_the_bits_of_rounded_ones(mode):
+def test_tf32_of_operands_that_it_holds_has_the_bits_of_rounded_ones(mode, finite):
     left, right = (x.bfloat16().float() for x in torch.randn(2, 3, 40, 40))
-    left[0] *= 1e-23  # whose products with the small ones vanish, with either sign
-    right[0] *= 1e-23
-    left[1, 3, 4], right[1, 5, 6], right[1, 7, 8] = torch.inf, -torch.inf, torch.nan
+    # whose products vanish, with either sign; a power of two, so that BF16 still holds them
+    left[0] *= 2.0**-77
+    right[0] *= 2.0**-77
+    if not finite:
+        left[1, 3, 4], right[1, 5, 6], right[1, 7, 8] = torch.inf, -torch.inf, torch.nan
     found, rounded = dot(left, right, mode + "_held"), dot(left, right, mode)
     assert torch.equal(found.isnan(), rounded.isnan())
     assert torch.equal(found.nan_to_num().view(torch.int32), rounded.nan_to_num().view(torch.int32))

@@ -1,0 +1,118 @@
+"""Every profile as shipped takes what was measured, and what does not fit is refused.
+
+`shipped.json` holds what the kernels of each case take of a chip, as `shipped` measured it with one
+version of Triton; another version compiles otherwise, and is held to nothing here. A sample is
+compiled in each run, a larger one by the slow tests, all by the long ones.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+
+from attention_kernels import PROFILES
+from attention_kernels.triton.ahead import SHARED_MEMORY, TENSOR_MEMORY
+from tests.kernels.triton.shipped import CASES, FIGURES, GROUPS, HEAD_DIMS, WIDE
+
+MEASURED = json.loads(FIGURES.read_text())
+KERNELS: dict[str, Any] = MEASURED["cases"]
+README = (Path(__file__).parents[3] / "kernels/README.md").read_text(encoding="utf-8")
+IN_EVERY_RUN = ("fa2-64-80", "fa3-128-100")
+IN_SLOW_RUNS = ("fa1-128-90", "fa3_fp8-64-90", "fa4-64-100", "golden-64-80", "all_bf16-128-100")
+
+
+def by_cost(case):
+    """Mark a case by when it is compiled."""
+    marks = [] if case in IN_EVERY_RUN else [pytest.mark.slow]
+    marks += [] if case in IN_EVERY_RUN + IN_SLOW_RUNS else [pytest.mark.long]
+    return pytest.param(case, marks=marks)
+
+
+@pytest.mark.parametrize("case", [by_cost(case) for case in KERNELS])
+def test_a_profile_as_shipped_takes_what_was_measured(case):
+    if triton.__version__ != MEASURED["triton"]:
+        pytest.skip(f"nothing was measured with Triton {triton.__version__}")
+    script = Path(__file__).with_name("shipped.py")
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script, case],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout) == KERNELS[case]
+
+
+def test_every_profile_is_measured_for_every_chip_and_usual_head_dim():
+    assert set(KERNELS) == set(CASES)
+    wide = set(PROFILES) - set(WIDE)
+    left_out = {f"{profile}-256-{arch}" for profile in wide for arch in SHARED_MEMORY}
+    every = itertools.product(PROFILES, HEAD_DIMS, SHARED_MEMORY)
+    assert set(CASES) == {"-".join(map(str, each)) for each in every} - left_out
+
+
+def test_each_pair_of_choices_occurs():
+    choices = {
+        "profile": tuple(PROFILES),
+        "head_dim": HEAD_DIMS,
+        "arch": tuple(SHARED_MEMORY),
+        "group": GROUPS,
+        "packed": (False, True),
+    }
+    for one, other in itertools.combinations(choices, 2):
+        if (one, other) != ("profile", "head_dim"):
+            found = {(getattr(case, one), getattr(case, other)) for case in CASES.values()}
+            assert found == set(itertools.product(choices[one], choices[other])), (one, other)
+
+
+@pytest.mark.parametrize("case", KERNELS)
+def test_what_does_not_fit_is_just_what_is_refused(case):
+    profile, _, arch = case.split("-")
+    tiling = PROFILES[profile].tiling
+    assert len(KERNELS[case]) >= 3, "forward, dq, dk and dv"
+    for name, takes in KERNELS[case].items():
+        limits = {"shared": SHARED_MEMORY[int(arch)], "tensor_memory": TENSOR_MEMORY}
+        passed = [memory for memory, limit in limits.items() if takes[memory] > limit]
+        assert takes["fits"] == (not passed), name
+        assert (takes["refused"] is None) == (not passed), name
+        if passed:
+            memory = passed[0]
+            said = f"{memory.replace('_', ' ')}(?: memory)?: {takes[memory]} needed"
+            blocks = f"got block_q={tiling.block_q}, block_k={tiling.block_k}"
+            assert re.search(rf"{blocks} \({said}, {limits[memory]} there\)", takes["refused"])
+
+
+def rows_of(header):
+    """Return the cells of the README's table that begins so, by the first of each row."""
+    _, _, table = README.partition(f"| {header} |")
+    lines = itertools.takewhile(lambda line: line.startswith("|"), table.splitlines()[1:])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells[1:]}
+
+
+def unfit(case):
+    """Return what of a case does not fit: the forward, the backward, both, or nothing."""
+    names = {True: "forward", False: "backward"}
+    passed = [names["forward" in name] for name, x in KERNELS[case].items() if not x["fits"]]
+    return " and ".join(dict.fromkeys(passed))
+
+
+def test_the_readme_says_which_profile_does_not_fit_where():
+    expected: dict[str, list[str]] = {}
+    for profile in PROFILES:
+        for arch in SHARED_MEMORY:
+            keys = {dim: f"{profile}-{dim}-{arch}" for dim in HEAD_DIMS}
+            passed = {dim: unfit(key) for dim, key in keys.items() if key in KERNELS}
+            said = ", ".join(f"{dim}: {what}" for dim, what in passed.items() if what)
+            expected.setdefault(f"`{profile}`", []).append(said)
+    expected = {profile: cells for profile, cells in expected.items() if any(cells)}
+    assert rows_of("does not fit | sm_80 | sm_90 | sm_100") == expected
