@@ -31,7 +31,7 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
             f"{what} must be MODULE:FUNCTION of a module that imports, got {where!r}; {said}"
-            f"{did_you_mean(where)}"
+            f"{did_you_mean(where) or _nearest_here(module_name)}"
         ) from error
     finally:
         if Path.cwd() != here:  # a study's own paths begin there
@@ -53,6 +53,13 @@ def did_you_mean(where: str) -> str:
     if not (module_name.endswith(".py") and is_module and Path(module_name).is_file()):
         return ""
     return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
+
+
+def _nearest_here(name: str) -> str:
+    """Return "; nearest in this folder: attn" for a module that is nowhere; else no text."""
+    here = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
+    is_there = name.partition(".")[0] in {*here, *sys.modules}
+    return "" if is_there or not here else f"; nearest in this folder: {nearest(name, here)}"
 
 
 def _import_module(name: str) -> ModuleType:

@@ -214,6 +214,34 @@ def test_an_attention_that_replaces_nothing_is_told_before_a_study_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("absent:attend", "No module named 'absent'; nearest in this folder: absence"),
+        ("absence:atend", "a function that absence has, got 'atend'; nearest: attend"),
+        ("raises:attend", "got 'raises:attend'; RuntimeError: no such GPU"),
+        ("absence.py:attend", "did you mean absence:attend"),
+    ],
+)
+def test_an_attention_that_can_not_be_imported_is_told_in_one_line(
+    attention: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "absence.py").write_text("def attend(q, k, v, *, causal, scale=None): ...\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no such GPU')\n")
+    files = sorted(tmp_path.iterdir())
+    assert code_of("init", "--attention", attention, "--", *PLAIN, "--seed", "0") == 1
+    said = capsys.readouterr().out
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith("FAILED: baseline, seed 0: resolve_attention: ")
+    assert why in said.splitlines()[-1]
+    assert [path for path in sorted(tmp_path.iterdir()) if path.suffix] == files
+
+
 @pytest.mark.slow
 def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
