@@ -255,7 +255,8 @@ def test_what_a_pass_lacks_is_said_before_anything_runs(folder, monkeypatch, cap
     assert " - no arm is broken on purpose" in found
     assert "seeds of the first look" not in found
     assert not (folder / "runs").exists()
-    assert code_of("estimate", str(path), "--json", "--seeds", "2") == 0
+    path = study_of(folder, "plain.py", arms, seeds=(0, 1))
+    assert code_of("estimate", str(path), "--json") == 0
     lacks = json.loads(capsys.readouterr().out)["lacks"]
     assert len(lacks) == 3
     assert "it has 2 of the 3 seeds of the first look" in lacks[-1]
