@@ -3,6 +3,7 @@
 Leaves out what such a function is called with (`attention_registry`, `module_candidates`).
 """
 
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -56,10 +57,11 @@ def did_you_mean(where: str) -> str:
 
 
 def _nearest_here(name: str) -> str:
-    """Return "; nearest in this folder: attn" for a module that is nowhere; else no text."""
+    """Return "; in this folder: attn", the names most alike, for a module that is nowhere."""
     here = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
     is_there = name.partition(".")[0] in {*here, *sys.modules}
-    return "" if is_there or not here else f"; nearest in this folder: {nearest(name, here)}"
+    alike = difflib.get_close_matches(name, here, n=3, cutoff=0.4) or here[:6]
+    return "" if is_there or not here else f"; in this folder: {', '.join(alike)}"
 
 
 def _import_module(name: str) -> ModuleType:

@@ -47,7 +47,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     snapshot or another model's, the model no such layer, or if the run's text can't be loaded.
     """
     paths = run_at(run, "capture: checkpoint")
-    recorded = read_manifest(paths.manifest).config
+    recorded = dict(read_manifest(paths.manifest).config)
     if is_command(recorded):
         raise ValueError(
             "capture: the run must be one that `stability run` trained by our own trainer, got "

@@ -217,7 +217,7 @@ def test_an_attention_that_replaces_nothing_is_told_before_a_study_is_written(
 @pytest.mark.parametrize(
     ("attention", "why"),
     [
-        ("absent:attend", "No module named 'absent'; nearest in this folder: absence"),
+        ("absent:attend", "No module named 'absent'; in this folder: absence"),
         ("absence:atend", "a function that absence has, got 'atend'; nearest: attend"),
         ("raises:attend", "got 'raises:attend'; RuntimeError: no such GPU"),
         ("absence.py:attend", "did you mean absence:attend"),
