@@ -13,7 +13,16 @@ from stability.config.commands import is_adopted, is_command
 __all__ = ["StudyKind", "Topic", "advice", "kind_of"]
 
 StudyKind = Literal["config", "commands", "recorded", "adopted"]
-Topic = Literal["reference", "nudge", "held_out", "operator", "all_looks", "gradient", "distances"]
+Topic = Literal[
+    "reference",
+    "nudge",
+    "held_out",
+    "operator",
+    "all_looks",
+    "wild_look",
+    "gradient",
+    "distances",
+]
 
 _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "reference": {
@@ -44,6 +53,12 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
         "`probe.layers: ['*']`) in which nothing raises",
         "commands": "looks at all four results of every layer in which nothing raises",
         "recorded": "looks at all four results of every layer in which nothing raises",
+    },
+    "wild_look": {
+        "config": "`stability check --from RUN` shows it on inputs of the run",
+        # a run of a command has no model that could be built again outside of its script
+        "commands": "`stability check` of it alone may show it, on inputs that are drawn",
+        "recorded": "`stability check` of it alone may show it, on inputs that are drawn",
     },
     "gradient": {
         "config": "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks",

@@ -73,7 +73,9 @@ def operator_evidence(
     found = judge_operator(tables, policy, nonfinite=bad)
     if found.state == "not measured":
         found = replace(found, decides=advice(study, "operator"))
-    elif found.decides and found.decides != _WILD_DECIDES:
+    elif found.decides == _WILD_DECIDES:
+        found = replace(found, decides=f"{_WILD_DECIDES}; {advice(study, 'wild_look')}")
+    elif found.decides:
         found = replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'operator')}")
     missing = unseen(study, arm, tables)
     if not missing or found.state == "harmed":
@@ -269,10 +271,7 @@ def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: floa
     return f"In {one.where}, {one.what} {said}, over {looks} looks."
 
 
-_WILD_DECIDES = (
-    "what the attention does there, which `stability check --from RUN` shows on inputs of the run: "
-    "more looks can't excuse that one"
-)
+_WILD_DECIDES = "what the attention does there, which more looks can't excuse"
 
 
 def _wild_sentence(wild: Sequence[_Place]) -> str:

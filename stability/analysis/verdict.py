@@ -140,6 +140,8 @@ class StudyVerdict:
     @property
     def outlook(self) -> str:
         """What more seeds would do, a clause; empty where they would help and none is left."""
+        if self.look and all(arm.outcome in ("PASS", "FAIL") for arm in self.candidates):
+            return "decided, which ends the plan: no more seeds are needed"
         levels = [one for arm in self.candidates for one in arm.levels.values()]
         is_open = self.look and any(one.state == "undecided" for one in levels)
         if is_open and not any(arm.gains for arm in self.candidates):
@@ -313,8 +315,7 @@ def _outcome(
     count: int,
 ) -> tuple[Outcome, str]:
     """Return the outcome of one arm and the reason, which ends a sentence."""
-    lost = _lost(study, arm)
-    if lost:
+    if lost := _lost(study, arm):
         return "FAIL", f"it is lost where the baseline is sound, {lost}"
     by_state: dict[str, list[Level]] = {
         state: [level for level, evidence in levels.items() if evidence.state == state]
@@ -322,8 +323,7 @@ def _outcome(
     }
     if by_state["harmed"]:
         return "FAIL", f"it is surely harmed at {listed(by_state['harmed'])}"
-    no_baseline = _baseline_lost(study, look_at(count) or count)
-    if no_baseline:
+    if no_baseline := _baseline_lost(study, look_at(count) or count):
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     # all at once: what is mended may take a whole training anew

@@ -29,6 +29,7 @@ Cost: TypeAlias = "StudyCost | CommandCost"
 
 LONG_S = 600
 """Of a study that takes longer it is said what would shorten it."""
+_NOT_COUNTED = "        W&B's offline files are not counted: `--wandb disabled` writes none"
 
 
 def estimate(
@@ -43,7 +44,7 @@ def estimate(
     A few updates of each arm are made in a temporary folder, and standard error says of which; no
     run is begun, and nothing is kept. A command is started for them as `stability run` would start
     it, with `trial` for {arm}: what it saves outside of {out} it saves then too. Of a study that
-    takes long it says what would shorten it.
+    takes long it says what would shorten it, and of one of commands what a PASS lacks, as planned.
 
     Args:
         study: the study's YAML file
@@ -84,10 +85,13 @@ def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list
     """Return what a study of commands takes, in JSON values and in lines."""
     _tell(f"{study.name}: a few updates of each arm's command are timed in a temporary folder")
     from stability.study.command_cost import cost_of_commands  # heavy: torch
-    from stability.study.run_commands import plan_commands
+    from stability.study.run_commands import plan_commands, planned_gaps
 
-    cost = cost_of_commands(plan_commands(study, Path("runs")), told=_tell)
-    return {"study": study.name, **cost.to_dict()}, _lines_of_commands(study, cost, load)
+    runs = plan_commands(study, Path("runs"))
+    gaps = planned_gaps(study, runs)
+    cost = cost_of_commands(runs, told=_tell)
+    content = {"study": study.name, **cost.to_dict(), "lacks": gaps}
+    return content, [*_lines_of_commands(study, cost, load), *_lines_of_gaps(gaps)]
 
 
 def _tell(text: str) -> None:
@@ -125,10 +129,19 @@ def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) ->
     lines += _shorter(study, cost) if cost.seconds > LONG_S else []
     lines.append(f"disk    {in_units(cost.bytes)}")
     lines += [f"        {in_units(size):>10}  {what}" for what, size in cost.disk.items()]
+    lines.append(_NOT_COUNTED)
     of = {"host": "the host's", "gpu": "a GPU's"}
     memory = " and ".join(f"{in_units(size)} of {of[where]}" for where, size in cost.memory.items())
     lines.append(f"memory  {memory or 'not known'}")
     return [*lines, "        of one run, in its first few updates"]
+
+
+def _lines_of_gaps(gaps: list[str]) -> list[str]:
+    """Return the lines on what keeps every candidate from a PASS; none where nothing does."""
+    lines = ["PASS    none, as the study is planned:"] if gaps else []
+    for each in gaps:
+        lines += textwrap.wrap(each, 80, initial_indent=f"{'':8}- ", subsequent_indent=f"{'':10}")
+    return lines
 
 
 def _time(study: Study, cost: Cost, load: float) -> list[str]:
@@ -195,4 +208,4 @@ def _on_disk(cost: "StudyCost") -> list[str]:
         of_all = "" if is_all else f"of {in_units(whole):>10} "
         if whole:
             lines.append(f"        {in_units(cost.disk[what]):>10}  {of_all}{what}")
-    return lines
+    return [*lines, _NOT_COUNTED]

@@ -14,7 +14,7 @@ from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
 from stability.cli.templates import Template, write_template
 from stability.config.command_study import expand_commands, load_command_study
-from stability.config.commands import command_training, end_of_program
+from stability.config.commands import command_training, end_of_program, own_steps
 from stability.config.convert import Place
 from stability.config.flags import PLACE, split_flags
 from stability.config.load import RESERVED, check_name, parse_value
@@ -75,6 +75,7 @@ _BROKEN = """\
   #   role: broken
   #   flags: {a-learning-rate: ten-times-it}
 """
+_A_REFERENCE = "a reference"
 _SEEDED = (
     "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
     "another seed makes another run"
@@ -92,7 +93,7 @@ _ONE_SEED = """\
 def init(
     name: str = "",
     to: Path = Path("study.yaml"),
-    steps: int = STEPS,
+    steps: int | None = None,
     words: list[str] | None = None,
     env: dict[str, str] | None = None,
     template: Template | None = None,
@@ -110,7 +111,8 @@ def init(
     Args:
         name: the study's name, by default the template's, or my_study
         to: the YAML file to write; one that is there is never written over
-        steps: updates of every arm
+        steps: updates of every arm; by default the command's own, of a flag as `--steps 120` or
+            `--max_iters=120`, else 100. With an attention at least 20, one for each look
         words: the command
         env: variables that are set for it
         template: what the study asks of: a kernel of your own, the precision of linear layers, a
@@ -119,29 +121,12 @@ def init(
             your kernel as MODULE:FUNCTION, called as `function(q, k, v, *, causal, scale)`
     """
     if template is not None:
-        if attention:
-            raise ValueError(
-                f"init: attention must be given with a command, got {attention!r} with --template"
-            )
-        _check_template(name, to, steps, has_command=bool(words or env))
+        _check_template(name, to, steps, attention, has_command=bool(words or env))
         return write_template(template, to, name or f"my_{template}")
     name = name or "my_study"
-    check_name(name, Place(source="init: name"), ())
-    if to.exists():
-        raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")
-    if steps < 1:
-        raise ValueError(f"init: steps must be >= 1, got {steps}")
-    if not words:
-        raise ValueError(
-            "init: a command must follow --, as in `-- python train.py`, or --template "
-            f"one of {', '.join(get_args(Template))}"
-        )
-    if "+" in attention:
-        raise ValueError(
-            f"init: attention must be given without a planted fault, got {attention!r}: the study "
-            "has an arm with one beside it"
-        )
-    given, has_seed = _with_seed(words)
+    given, has_seed = _with_seed(words or [])
+    steps, end = _updates(steps, given)
+    _check_command(name, to, steps, given, attention)
     text = partial(study_text, name, given, env or {}, steps, attention=attention)
     from stability.study.foreign import RunFailedError  # heavy from here on
 
@@ -163,10 +148,21 @@ def init(
             f"{to}: holds a password or key as it was given; records do not, and a variable of the "
             "shell is in neither"
         )
-    todo = " and ".join(_to_fill_in(written))
-    print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
-    print_line(f"how long that takes: stability estimate {to}")
+    print_line(f"every run ends after {steps} updates, {end}")
+    _print_next(to, _to_fill_in(written), attention)
     return HOLDS
+
+
+def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
+    """Print what comes next, with the study in the file `to`, which lacks the arms `missing`."""
+    if attention and not attention.startswith("sdpa:"):
+        print_line(f"first, its numbers alone, in seconds: stability check {attention} --quick")
+    todo = " and ".join(missing)
+    print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
+    if _A_REFERENCE in missing:
+        print_line("  a reference is the command one precision higher, as FP32 beside BF16 by")
+        print_line("  autocast, by one flag of its own; without one there is no PASS")
+    print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
 
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:
@@ -250,18 +246,24 @@ class _Trials:
 
 def _to_fill_in(text: str) -> list[str]:
     """Return the arms that a study has places for alone, and that a verdict needs."""
-    arms = {"candidate": "a candidate", "reference": "a reference", "broken": "a broken arm"}
+    arms = {"candidate": "a candidate", "reference": _A_REFERENCE, "broken": "a broken arm"}
     return [said for arm, said in arms.items() if f"\n  # {arm}:\n" in text]
 
 
-def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> None:
+def _check_template(
+    name: str, to: Path, steps: int | None, attention: str, *, has_command: bool
+) -> None:
     """ValueError for what makes no sense beside --template."""
+    if attention:
+        raise ValueError(
+            f"init: attention must be given with a command, got {attention!r} with --template"
+        )
     if has_command:
         raise ValueError(
             "init: either --template or a command must be given, got both; a command's study "
             "needs no template"
         )
-    if steps != STEPS:
+    if steps is not None:
         raise ValueError(
             f"init: steps must be left out with --template, got {steps}: the template's YAML has "
             "them, as train.steps"
@@ -270,6 +272,46 @@ def _check_template(name: str, to: Path, steps: int, *, has_command: bool) -> No
         raise ValueError(f"init: to must be a YAML file, got {str(to)!r}; e.g. study.yaml")
     if name:
         check_name(name, Place(source="init: name"), ())
+
+
+def _check_command(name: str, to: Path, steps: int, words: Sequence[str], attention: str) -> None:
+    """ValueError for a study of a command that can't be written, or would show nothing."""
+    check_name(name, Place(source="init: name"), ())
+    if to.exists():
+        raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")
+    if steps < 1:
+        raise ValueError(f"init: steps must be >= 1, got {steps}")
+    if not words:
+        raise ValueError(
+            "init: a command must follow --, as in `-- python train.py`, or --template "
+            f"one of {', '.join(get_args(Template))}"
+        )
+    if "+" in attention:
+        raise ValueError(
+            f"init: attention must be given without a planted fault, got {attention!r}: the study "
+            "has an arm with one beside it"
+        )
+    if not attention:
+        return
+    from stability.analysis.gradient_evidence import LOOKS_NEEDED  # heavy: numpy
+
+    if steps < LOOKS_NEEDED:
+        raise ValueError(
+            f"init: steps must be >= {LOOKS_NEEDED} with --attention, got {steps}: the gradient "
+            f"is judged from {LOOKS_NEEDED} looks on, at most one an update"
+        )
+
+
+def _updates(steps: int | None, words: Sequence[str]) -> tuple[int, str]:
+    """Return the updates of every arm, and whose choice they are: the command's, where it tells."""
+    given = own_steps(words)
+    own = ", ".join(dict.fromkeys(said for said, _ in given))
+    if steps is not None:
+        return steps, f"as init's --steps says{own and f'; the command has {own}'}"
+    if len({count for _, count in given}) == 1:
+        return given[0][1], f"the command's own {own}"
+    why = "the command's own are several" if own else "the command names none that was found"
+    return STEPS, f"since {why}{own and f': {own}'}; --steps before the -- sets others"
 
 
 def study_text(

@@ -76,6 +76,8 @@ _TRUTH = {
 }
 """What may follow a flag, in lower case, and what it says."""
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+_UNKNOWN = "unrecognized arguments: "
+"""How argparse begins to tell of words that no parameter takes."""
 _OUTPUT = 1
 """The file descriptor of standard output."""
 
@@ -83,7 +85,13 @@ _OUTPUT = 1
 class _Parser(jsonargparse.ArgumentParser):
     """Prints an error as one line, without argparse's usage text."""
 
+    takes_command = False
+    """Whether the verb takes a command, and none was given after `--`."""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = message.partition(_UNKNOWN)[2]
+        if self.takes_command and unknown and not unknown.startswith("-"):
+            message += "; a command comes last, after ` -- `, as in `-- python train.py`"
         _fail(_in_plain_words(message))
 
 
@@ -182,6 +190,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
     parser.add_function_arguments(
         command, as_positional=True, skip={"overrides", "changes", "words", "env"}
     )
+    parser.takes_command = "words" in inspect.signature(command).parameters and "--" not in words
     further: dict[str, Any] = {}
     parser.epilog = end_of_help(verb)
     if "split_options" in vars(module):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from stability.config.flags import parse_flags
+from stability.config.flags import parse_flags, split_flags
 from stability.config.masking import masked_values, masked_words
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "filled_in",
     "is_adopted",
     "is_command",
+    "own_steps",
     "probe_settings",
     "training_config",
 ]
@@ -43,6 +44,14 @@ CHANGES = ("init", "batches")
 
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""
+
+
+_STEP_FLAGS = (
+    *("steps", "max_steps", "num_steps", "n_steps", "train_steps", "max_train_steps"),
+    *("num_train_steps", "total_steps", "iters", "max_iters", "num_iters", "train_iters"),
+    *("iterations", "max_iterations", "num_iterations"),
+)
+"""Flags, less a group's name before them, by which scripts are told how many updates to make."""
 
 
 def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
@@ -202,3 +211,18 @@ def end_of_program(words: Sequence[str]) -> int:
         if word == "-m":
             return index + 2
     return 1
+
+
+def own_steps(words: Sequence[str]) -> list[tuple[str, int]]:
+    """Return each flag of a command that says how many updates it makes, as given, and the number.
+
+    `--steps 120`, `--max_iters=120`, `trainer.max_steps=120`; below 1, as for no limit, it is none.
+    """
+    found = []
+    for flag, values, own in split_flags(words[end_of_program(words) :]):
+        group, _, name = flag.replace("-", "_").rpartition(".")
+        if name not in _STEP_FLAGS or group not in ("", "train", "trainer", "training"):
+            continue
+        if len(values) == 1 and values[0].isdecimal() and int(values[0]):
+            found.append((" ".join(own), int(values[0])))
+    return found

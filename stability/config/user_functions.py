@@ -3,6 +3,7 @@
 Leaves out what such a function is called with (`attention_registry`, `module_candidates`).
 """
 
+import difflib
 import hashlib
 import importlib
 import inspect
@@ -31,7 +32,7 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
             f"{what} must be MODULE:FUNCTION of a module that imports, got {where!r}; {said}"
-            f"{did_you_mean(where)}"
+            f"{did_you_mean(where) or _nearest_here(module_name)}"
         ) from error
     finally:
         if Path.cwd() != here:  # a study's own paths begin there
@@ -53,6 +54,14 @@ def did_you_mean(where: str) -> str:
     if not (module_name.endswith(".py") and is_module and Path(module_name).is_file()):
         return ""
     return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
+
+
+def _nearest_here(name: str) -> str:
+    """Return "; in this folder: attn", the names most alike, for a module that is nowhere."""
+    here = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
+    is_there = name.partition(".")[0] in {*here, *sys.modules}
+    alike = difflib.get_close_matches(name, here, n=3, cutoff=0.4) or here[:6]
+    return "" if is_there or not here else f"; in this folder: {', '.join(alike)}"
 
 
 def _import_module(name: str) -> ModuleType:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from stability.config.commands import is_command
 from stability.config.convert import from_dict
 from stability.config.schema import ArmConfig, ModelConfig
 from stability.model.decoder import build_decoder
@@ -42,11 +43,19 @@ class _Recorder:
 def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     """Return FP32 q, k and v at `layer` and a random dout, from the snapshot of `step` or the last.
 
-    ValueError if the folder holds no run, the run no such snapshot or another model's, the model no
-    such layer, or if the run's text can't be loaded.
+    ValueError if the folder holds no run or one that our trainer did not train, the run no such
+    snapshot or another model's, the model no such layer, or if the run's text can't be loaded.
     """
     paths = run_at(run, "capture: checkpoint")
-    config = from_dict(ArmConfig, read_manifest(paths.manifest).config, str(paths.manifest))
+    recorded = dict(read_manifest(paths.manifest).config)
+    if is_command(recorded):
+        raise ValueError(
+            "capture: the run must be one that `stability run` trained by our own trainer, got "
+            f"{str(run)!r}, which was recorded of `{recorded['program']}`: that alone can build "
+            "the model, and a probe looks at its inputs as it trains; check the attention without "
+            "a run, as by `stability check NAME`"
+        )
+    config = from_dict(ArmConfig, recorded, str(paths.manifest))
     steps = recorded_steps(paths)
     step = steps[-1] if step is None and steps else step
     if step not in steps:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from stability.analysis.pair_contract import recorded_axis
@@ -46,6 +47,7 @@ __all__ = [
     "changed_command_protocol",
     "folder_of",
     "plan_commands",
+    "planned_gaps",
     "record_planned",
     "run_commands",
 ]
@@ -134,8 +136,8 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
     """Say before the first run what the study can't answer as it stands, and what takes long."""
     if has_begun(runs[0].folder):
         return
-    first = [run for run in runs if run.seed == runs[0].seed]
-    gaps = plan_gaps(read_study(runs[0].folder), {run.arm: run.config for run in first})
+    first = _first_seed(runs)
+    gaps = _gaps(runs[0].folder, first)
     for gap in gaps:
         observer.study_noted(f"no PASS as it stands: {gap}")
     if gaps:
@@ -149,6 +151,22 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
             f"with seed {runs[0].seed} alone the whole model's gradient is looked at: there "
             f"{slow} may take several times as long as with other seeds"
         )
+
+
+def planned_gaps(study: CommandStudy, runs: Sequence[ForeignRun]) -> list[str]:
+    """Return what `runs`, of `plan_commands`, lack for a PASS, as `plan_gaps`; writes nothing."""
+    with TemporaryDirectory(prefix="stability-gaps-") as folder:
+        write_sealed(StudyPaths(Path(folder)).study, _content(study, runs))
+        return _gaps(Path(folder), _first_seed(runs))
+
+
+def _first_seed(runs: Sequence[ForeignRun]) -> list[ForeignRun]:
+    return [run for run in runs if run.seed == runs[0].seed]
+
+
+def _gaps(folder: Path, first: Sequence[ForeignRun]) -> list[str]:
+    """Return the gaps of the plan in `folder`, whose runs of the first seed are `first`."""
+    return plan_gaps(read_study(folder), {run.arm: run.config for run in first})
 
 
 def _refuse_edited(runs: Sequence[ForeignRun], folders: Mapping[str, Path | None]) -> None:

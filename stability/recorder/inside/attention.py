@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .given_start import StartRefused
 from .older_torch import autocast_dtype, current_trace, is_compiling, only_backend
 
-__all__ = ["BACKENDS", "ReplacedCalls", "replace_attention", "replace_eager"]
+__all__ = ["BACKENDS", "NoAttentionError", "ReplacedCalls", "replace_attention", "replace_eager"]
 
 BACKENDS = {
     "math": "MATH",
@@ -43,6 +44,10 @@ _NO_ATTENTION = (
 )
 """What Hugging Face's models hand on to an eager attention, which makes nothing of it: a window, or
 several texts in a row, it is told by the mask."""
+
+
+class NoAttentionError(StartRefused):
+    """There is no such attention in the script's environment; the process ends."""
 
 
 class ReplacedCalls:
@@ -107,12 +112,15 @@ class ReplacedCalls:
         return call
 
     def prepare(self, device: torch.device) -> None:
-        """Import what takes the place, before the first update.
+        """Import what takes the place, before the first update; NoAttentionError if that fails.
 
         A graph can't import, and an import at the start may find a module that is half executed.
         """
         if self.function is None and not self.name.startswith("sdpa:"):
-            self.function = self.marked(_imported(self.name, device))
+            try:
+                self.function = self.marked(_imported(self.name, device))
+            except ValueError as error:
+                raise NoAttentionError(str(error)) from error
 
     def told(self) -> Dict[str, Any]:
         """Return what the record's end says of it."""

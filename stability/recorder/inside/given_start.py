@@ -21,7 +21,7 @@ __all__ = ["StartRefused", "give_start", "read_start", "was_set_anew"]
 
 
 class StartRefused(SystemExit):
-    """The training can't begin with the start weights it is to be given; the process ends."""
+    """The training can't begin with what it is to be given, e.g. weights; the process ends."""
 
     def __init__(self, why: str) -> None:
         super().__init__(0)

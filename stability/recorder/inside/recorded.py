@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .attention import ReplacedCalls, replace_attention
 from .environment import changed_since, environment, own_files, own_modules
 from .evaluations import Evaluations, returned_loss
-from .given_start import give_start, read_start
+from .given_start import StartRefused, give_start, read_start
 from .held_out import HeldOutLoss
 from .hooks import install, install_count
 from .installed import installed_code, own_libraries
@@ -53,12 +53,12 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     """The files of the user's that were imported; at the end `__main__` has none any more."""
 
     def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
-        if replaced:
-            replaced.prepare(next(iter(state.values())).device)
-        if witness:
-            witness.begin(state)
-        sources.update(own_files().values())
         with spool.telling_refusals():
+            if replaced:
+                replaced.prepare(next(iter(state.values())).device)
+            if witness:
+                witness.begin(state)
+            sources.update(own_files().values())
             return start_of(state, asked, rank, switches())
 
     def told() -> Dict[str, Any]:
@@ -86,7 +86,7 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         held_out=HeldOutLoss(held_out) if has_function else None,
     )
     if observes and not rank and asked.get("STABILITY_PROBE"):
-        training.look = _looking(asked["STABILITY_PROBE"], training, replaced)
+        training.look = _looking(asked["STABILITY_PROBE"], training, replaced, spool)
     witness = None
     if observes:
         install(training)
@@ -112,7 +112,7 @@ def _note_errors(training: Training) -> None:
 
 
 def _looking(
-    asked: str, training: Training, replaced: Optional[ReplacedCalls]
+    asked: str, training: Training, replaced: Optional[ReplacedCalls], spool: Spool
 ) -> Callable[[nn.Module], Any]:
     """Return what looks at a model, once it trains; the process ends here where it can't."""
     if find_spec("stability") is None:
@@ -134,7 +134,11 @@ def _looking(
             marked=replaced.marked if replaced else None,
             state=lambda: training.state,
         )
-        instrument.begin(model)
+        with spool.telling_refusals():
+            try:
+                instrument.begin(model)
+            except ValueError as error:
+                raise StartRefused(str(error)) from error
         return instrument
 
     if replaced:

@@ -16,6 +16,7 @@ from stability.analysis.pair_proof import ProofLine
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_hashes import compare_hashes, environments_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.report.view.error_bars import written_bar
 from stability.report.view.ladder import Number, has_held_out, is_candidate, numbers
@@ -112,9 +113,10 @@ def ladder_lines(ladder: Ladder, shown: Sequence[str] = NUMBERS) -> list[LadderL
 def changes(study: RecordedStudy) -> list[Change]:
     """Return every path in which an arm differs from the baseline, arm by arm."""
     found = []
+    text = _of_command if is_command(study.base) else _of_config
     for arm in study.candidates:
         differing = [
-            (path, value_text(before), value_text(after))
+            (path, text(path, before), text(path, after))
             for path, (before, after) in arm.diff.items()
         ]
         rows = differing or [("nothing differs", "", "")]
@@ -142,9 +144,20 @@ def environment_lines(study: RecordedStudy) -> list[tuple[str, Cell]]:
 
 
 def numerics_text(arm: RecordedArm) -> str:
-    """Return what the arm's attention was resolved to, as indented JSON; empty if unknown."""
+    """Return what the arm's attention was resolved to, as indented JSON; empty if unknown.
+
+    Of a command's variables those alone that the study sets: what else a shell has is its user's,
+    and of a short value even the hash that is on record tells.
+    """
     manifests = [run.manifest for run in arm.runs.values() if run.manifest]
-    return json.dumps(manifests[0].resolved, indent=2, sort_keys=True) if manifests else ""
+    if not manifests:
+        return ""
+    resolved, given = dict(manifests[0].resolved), manifests[0].config.get("env", {})
+    if launched := dict(resolved.get("launched", {})):
+        variables = launched.pop("variables", {})
+        launched["variables"] = {name: variables[name] for name in given if name in variables}
+        resolved["launched"] = launched
+    return json.dumps(resolved, indent=2, sort_keys=True)
 
 
 def _number_cell(number: Number) -> Cell:
@@ -193,6 +206,21 @@ def _hash_cells(by_seed: Mapping[int, ProofLine]) -> list[Cell]:
         )
         for sameness, lines in by_sameness.items()
     ]
+
+
+def _of_config(path: str, value: Any) -> str:
+    return value_text(value)
+
+
+def _of_command(path: str, value: Any) -> str:
+    """Return the value at a `path` of a command's config, in words where the command has none."""
+    if value not in (None, ""):
+        return value_text(value)
+    if path.startswith("env."):
+        return "not set" if value is None else "empty"
+    if path.startswith("flags.") or path == "attention.implementation":
+        return "the script's own"
+    return "none"
 
 
 def value_text(value: Any) -> str:

@@ -40,6 +40,8 @@ STATE_WORDS: dict[LevelState, str] = {
 """A state in a table's cell."""
 
 _LEGENDS = {
+    r"\b\d[\d.]*x( |$)": "x: an error, as a multiple of plain attention's or the baseline's.",
+    r"[+-]\d[\d.e-]*%": "%: by how much a result of the attention is too large, its gain.",
     r"\bE \d": "E: an arm's distance from the reference's weights, over the baseline's distance.",
     r"\bf -?\d": "f: the share of a gradient's squared error that is the same at all looks.",
 }
@@ -95,7 +97,7 @@ def headline(verdict: StudyVerdict) -> str:
 
 
 def legend(text: str) -> str:
-    """Return what E and f are, each on a line, where `text` has a figure of it; else nothing."""
+    """Return what x, %, E and f are, each on a line, where `text` has a figure of it."""
     return "\n".join(said for figure, said in _LEGENDS.items() if re.search(figure, text))
 
 

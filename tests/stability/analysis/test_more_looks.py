@@ -157,6 +157,25 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
     assert shown.endswith(f"{outlook}.")
 
 
+@pytest.mark.parametrize(
+    ("found", "outlook"),
+    [
+        (_evidence("harmed", 1e-9, 1.0), "decided, which ends the plan: no more seeds are needed"),
+        # held, and yet no answer: there is no arm by which harm is shown to be seen
+        (HOLDS, "the next look is at 5 seeds"),
+    ],
+    ids=["fails", "no assay"],
+)
+def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook):
+    judged = _judge(study, found)
+    assert judged.outlook == outlook
+    shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
+    assert shown.endswith(f"{outlook}.")
+    one = replace(judged.arms[0], outcome="INCONCLUSIVE", arm="other")
+    both = replace(judged, arms=(*judged.arms, one))
+    assert both.outlook == "the next look is at 5 seeds", "of two one is open"
+
+
 def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):
     levels = {**HOLDS, "operator": OPEN["operator"]}
     all_of_them = _looked_at_in(study, (0, 1, 2))

@@ -289,7 +289,24 @@ def test_one_wild_look_in_20_does_not_hold_and_is_named(limit, ratio):
         found.sentence,
     )
     assert "if averaged" in found.sentence
-    assert "stability check --from RUN" in found.decides
+    assert found.decides == "what the attention does there, which more looks can't excuse"
+    check_form(found)
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ({}, "`stability check --from RUN` shows it on inputs of the run"),
+        ({"program": "python a.py", "setup": ""}, "`stability check` of it alone may show it"),
+        ({"program": "python a.py"}, "`stability check` of it alone may show it"),
+    ],
+)
+def test_of_a_wild_look_a_check_is_advised_that_there_is(base, said):
+    metrics = _log(np.random.default_rng(21), looks=400, heads=1)
+    metrics["deviation/layer_0/dk/gain"].values[7] = -0.02
+    found = operator_evidence(replace(STUDY, base={**STUDY.base, **base}), _arm([metrics]), POLICY)
+    assert found.decides.startswith("what the attention does there, which more looks can't")
+    assert said in found.decides
     check_form(found)
 
 

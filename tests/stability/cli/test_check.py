@@ -9,6 +9,7 @@ from attention_kernels.testing.cells import QUICK
 from attention_kernels.testing.check import CheckReport, Finding
 from stability.cli.check import _print
 from stability.cli.main import main
+from tests.stability.recorder.recording import Recording, words
 
 
 @pytest.fixture
@@ -94,6 +95,19 @@ def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys)
 def test_what_passes_and_will_be_undecided_in_a_verdict_is_told(attention, is_told, capsys):
     assert main(["check", attention, "--quick", "--dtype", "bf16"]) == 0
     assert ("Of dq a ratio is above 2" in capsys.readouterr().out) == is_told
+
+
+def test_of_a_command_no_inputs_can_be_had(tmp_path, capsys):
+    study = Recording(tmp_path, words("plain.py", "--steps", "2"))
+    assert study.record("baseline") == 0
+    run = str(study.paths("baseline").root)
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "baseline", "--quick", "--from", run])
+    assert stop.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"must be one that `stability run` trained by our own trainer, got '{run}'" in said
+    assert "plain.py`: that alone can build the model" in said
+    assert "check the attention without a run" in said
 
 
 @pytest.mark.slow

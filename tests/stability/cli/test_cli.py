@@ -188,3 +188,30 @@ def test_a_value_of_the_wrong_type_is_told_in_plain_words(words, said, capsys):
     with pytest.raises(SystemExit):
         main(words)
     assert capsys.readouterr().err == f"stability: {said}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "python", "train.py", "--steps", "5"),
+        ("init", "--name", "mine", "python", "train.py", "--lr", "5"),
+        ("record", "--study", "s", "--arm", "baseline", "python", "train.py"),
+    ],
+)
+def test_a_command_that_no_dashes_come_before_is_told_where_they_belong(refuse, words):
+    line = refuse(*words)
+    assert "unrecognized arguments: python train.py" in line
+    assert line.endswith("; a command comes last, after ` -- `, as in `-- python train.py`\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("init", "--stps", "5"),
+        ("init", "mine", "--", "python", "train.py"),
+        ("estimate", "study.yaml", "more"),
+    ],
+)
+def test_of_other_words_that_nobody_takes_no_dashes_are_told(refuse, words):
+    assert "unrecognized arguments" in (line := refuse(*words))
+    assert "-- " not in line

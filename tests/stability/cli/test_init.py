@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.init import _with_seed, study_text
+from stability.cli.init import _updates, _with_seed, study_text
 from stability.config.command_study import expand_commands, load_command_study
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -214,6 +214,34 @@ def test_an_attention_that_replaces_nothing_is_told_before_a_study_is_written(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("absent:attend", "No module named 'absent'; in this folder: absence"),
+        ("absence:atend", "a function that absence has, got 'atend'; nearest: attend"),
+        ("raises:attend", "got 'raises:attend'; RuntimeError: no such GPU"),
+        ("absence.py:attend", "did you mean absence:attend"),
+    ],
+)
+def test_an_attention_that_can_not_be_imported_is_told_in_one_line(
+    attention: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "absence.py").write_text("def attend(q, k, v, *, causal, scale=None): ...\n")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('no such GPU')\n")
+    files = sorted(tmp_path.iterdir())
+    assert code_of("init", "--attention", attention, "--", *PLAIN, "--seed", "0") == 1
+    said = capsys.readouterr().out
+    assert "Traceback" not in said
+    assert said.splitlines()[-1].startswith("FAILED: baseline, seed 0: resolve_attention: ")
+    assert why in said.splitlines()[-1]
+    assert [path for path in sorted(tmp_path.iterdir()) if path.suffix] == files
+
+
 @pytest.mark.slow
 def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -225,11 +253,14 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     assert code_of("init", *words) == 1
     assert "the model must return its loss" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-    assert code_of("init", "--steps", "12", *words, "--kind", "tuple") == 0
+    assert code_of("init", "--steps", "20", *words, "--kind", "tuple") == 0
     said = capsys.readouterr().out
     assert "2 attention calls were replaced by flash:fa2" in said
     assert said.endswith(
-        "study.yaml: stability run study.yaml\nhow long that takes: stability estimate study.yaml\n"
+        "every run ends after 20 updates, as init's --steps says\n"
+        "first, its numbers alone, in seconds: stability check flash:fa2 --quick\n"
+        "study.yaml: stability run study.yaml\n"
+        "how long that takes, and what a PASS lacks: stability estimate study.yaml\n"
     ), "nothing is left to be filled in"
     arms = [x.name for x in expand_commands(load_command_study(tmp_path / "study.yaml"))]
     assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
@@ -265,7 +296,58 @@ def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     assert code_of("init", "--", *PLAIN, "--seed", "0", "--bf16") == 0
     said = capsys.readouterr().out
     assert "study.yaml: fill in a candidate and a broken arm, then: stability run" in said
-    assert "how long that takes: stability estimate study.yaml" in said
+    assert "how long that takes, and what a PASS lacks: stability estimate study.yaml" in said
+    assert "stability check" not in said, "no attention is in question"
+    assert "a reference is" not in said, "it is written"
+    assert "every run ends after 100 updates, since the command names none that was found" in said
+
+
+def test_runs_end_where_the_command_ends_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", "--", *PLAIN, "--seed", "0", "--steps", "12") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "every run ends after 12 updates, the command's own --steps 12 study.yaml:" in said
+    assert "a reference is the command one precision higher" in said
+    assert "without one there is no PASS" in said
+    study = load_command_study(tmp_path / "study.yaml")
+    assert study.base.train.steps == 12
+    assert study.base.words()[-2:] == ["--steps", "12"]
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "steps", "said"),
+    [
+        (None, ["--iters=7"], 7, "the command's own --iters=7"),
+        (5, ["--iters=7"], 5, "as init's --steps says; the command has --iters=7"),
+        (5, [], 5, "as init's --steps says"),
+        (None, ["--iters=7", "--max-steps", "7"], 7, "own --iters=7, --max-steps 7"),
+        (None, ["--iters=7", "--steps", "9"], 100, "own are several: --iters=7, --steps 9; --st"),
+        (None, [], 100, "the command names none that was found; --steps before the -- sets others"),
+    ],
+)
+def test_who_chose_where_runs_end_is_said(
+    given: int | None, flags: list[str], steps: int, said: str
+) -> None:
+    found, why = _updates(given, ["python", "train.py", *flags])
+    assert found == steps
+    assert said in why
+    assert ("the command" in why) == bool(flags or given is None)
+
+
+@pytest.mark.parametrize("words", [["--steps", "19", "--", *PLAIN], ["--", *PLAIN, "--steps=19"]])
+def test_an_attention_needs_as_many_updates_as_the_gradient_needs_looks(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", "--attention", "flash:fa2", *words) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "steps must be >= 20 with --attention, got 19: the gradient is judged from 20" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:

@@ -210,7 +210,7 @@ def test_a_module_that_does_not_import_is_told_with_its_reason(tmp_path, monkeyp
         ("mypkg.py:my_attention", "; did you mean mypkg:my_attention$"),
         ("./sub/mypkg.py:f", r"; did you mean sub\.mypkg:f$"),
         ("mypkg.py", "; did you mean mypkg:FUNCTION$"),
-        ("mypgk.py:f", "'mypgk'$"),
+        ("mypgk.py:f", "'mypgk'; in this folder: mypkg$"),
         ("/there/mypkg.py:f", "MODULE:FUNCTION, got '/there/mypkg.py:f'; nearest: [a-z, ]*$"),
     ],
 )

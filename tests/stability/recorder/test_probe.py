@@ -96,6 +96,16 @@ def test_a_model_that_returns_no_loss_is_told_at_the_first_look(tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_a_probe_that_can_not_be_imported_is_told_in_one_line(tmp_path: Path, capfd) -> None:
+    study = Recording(tmp_path, words("attends.py"))
+    assert study.record("baseline", options=("--probe", "nowhere:attend")) == 1
+    said = " ".join(capfd.readouterr().out.split())
+    assert "Traceback" not in said
+    assert "got 'nowhere:attend'; ModuleNotFoundError: No module named 'nowhere'" in said
+    assert "No module named 'nowhere'" in study.manifest("baseline").message
+
+
+@pytest.mark.slow
 def test_a_script_without_the_package_is_told_before_it_trains(tmp_path: Path, capfd) -> None:
     study = Recording(tmp_path, [sys.executable, "-c", MISSING])
     assert study.record("baseline", options=PROBE) == 1

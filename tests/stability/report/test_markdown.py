@@ -56,7 +56,7 @@ def test_what_e_is_stands_below_a_figure_of_it(plain):
     assert "the reference's weights" not in summary_text(plain, verdict)
     arms = (replace(verdict.arms[0], sentence="its intervals exclude E 1.04"), *verdict.arms[1:])
     text = summary_text(plain, replace(verdict, arms=arms))
-    assert text.count("<sub>E: an arm's distance from the reference's weights, over the") == 1
+    assert text.count("E: an arm's distance from the reference's weights, over the") == 1
 
 
 def test_nothing_of_the_users_is_markup(plain):

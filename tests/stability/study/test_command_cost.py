@@ -238,7 +238,28 @@ def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds)
     assert "seed 0, where the gradient is looked at, takes" in said
     assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of one run, in its" in said
     assert ("- seeds, 4 now." in said) == (seconds > 600)
+    assert "report W&B's offline files are not counted: `--wandb disabled` writes none" in said
+    assert "PASS" not in said.partition("memory")[2], "no arm is judged"
     assert "probe: {seeds: first}" not in said, "no study of commands has that"
+
+
+def test_what_a_pass_lacks_is_said_before_anything_runs(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)
+    arms = {"lr": {"flags": {"lr": 0.02}}, "nudge": {"nudge": {"ulps": 1}}}
+    path = study_of(folder, "plain.py", arms, seeds=(0, 1, 2))
+    assert code_of("estimate", str(path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    found = said.partition("PASS none, as the study is planned: - there is no reference")[2]
+    assert " - no arm is broken on purpose" in found
+    assert "seeds of the first look" not in found
+    assert not (folder / "runs").exists()
+    path = study_of(folder, "plain.py", arms, seeds=(0, 1))
+    assert code_of("estimate", str(path), "--json") == 0
+    lacks = json.loads(capsys.readouterr().out)["lacks"]
+    assert len(lacks) == 3
+    assert "it has 2 of the 3 seeds of the first look" in lacks[-1]
 
 
 def test_more_seeds_are_counted_as_they_are_run(folder, monkeypatch, capsys):

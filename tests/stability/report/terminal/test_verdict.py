@@ -91,6 +91,28 @@ def test_what_f_is_stands_beside_a_figure_of_it():
     assert printed(replace(plain, arms=(arm, *plain.arms[1:]))).count(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("cell", "found"),
+    [
+        ("3x +0.004%", ["x: an error, as", "%: by how much"]),
+        ("18x f 0.263", ["x: an error, as", "f: the share"]),
+        ("-2e-05%", ["%: by how much"]),
+        ("1.02x", ["x: an error, as"]),
+        ("not finite", []),
+        ("-3.6e-5 nats", []),
+    ],
+)
+def test_what_the_figures_of_a_cell_are_stands_below_the_table(cell, found):
+    plain = study_verdict()
+    quiet = {name: replace(one, cell="-") for name, one in plain.arms[0].levels.items()}
+    arm = replace(
+        plain.arms[0], levels={**quiet, "operator": replace(quiet["operator"], cell=cell)}
+    )
+    text = printed(replace(plain, arms=(arm,)))
+    signs = ("x: an error, as", "%: by how much", "f: the share", "E: an arm's")
+    assert [sign for sign in signs if sign in text] == found
+
+
 def test_the_step_that_training_is_judged_at_stands_below_the_table():
     plain = study_verdict()
     arms = []
