@@ -25,7 +25,7 @@ MEASURED = json.loads(FIGURES.read_text())
 KERNELS: dict[str, Any] = MEASURED["cases"]
 README = (Path(__file__).parents[3] / "kernels/README.md").read_text(encoding="utf-8")
 IN_EVERY_RUN = ("fa2-64-80", "fa3-128-100")
-IN_SLOW_RUNS = ("fa1-128-90", "fa3_fp8-64-90", "fa4-64-100", "golden-64-80", "all_bf16-128-100")
+IN_SLOW_RUNS = ("fa1-128-90", "fa4-64-100", "golden-64-80", "all_bf16-128-100")
 
 
 def by_cost(case):
