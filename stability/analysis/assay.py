@@ -21,7 +21,7 @@ has.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attention_kernels.testing.fault_names import FAULT_LEVELS
@@ -191,15 +191,16 @@ def stale_part(record: AssayRecord, precision: str) -> str:
     """
     if record.own.error:
         return f"no faults could be planted on it: {record.own.error}"
-    if record.stages != STAGES:
-        return "faults were planted on it by an older version, on fewer batches; run it again"
+    due = faults_due(precision)
+    if record.stages != STAGES and any("gradient" in asked for asked in due.values()):
+        return "faults were planted on it by another version, on other batches; run it again"
     if failed := [fault for fault in record.faults if fault.error]:
         names = ", ".join(fault.name for fault in failed)
         return f"{names} could not be looked at again: {failed[0].error}"
     levels = {fault.name: fault.levels for fault in record.faults}
     lacking = [
         name
-        for name, asked in faults_due(precision).items()
+        for name, asked in due.items()
         if not set(asked) <= set(levels.get(name, ())) or name not in levels
     ]
     if not lacking:
@@ -212,23 +213,27 @@ def found_at(
 ) -> bool:
     """Return whether a fault is surely beyond a limit of `policy` at `level`.
 
-    A figure that is beyond its limit without the fault as well (`own`) shows nothing of it.
+    A figure that is beyond its limit without the fault as well shows nothing of it; at the operator
+    that is in `own`.
     """
     if level == "operator":
         tests = list(_operator_tests(fault, own, policy))
         return bool(tests) and min(tests) <= alpha / len(tests)
-    return any(beyond <= alpha / _TRIES for beyond, _ in _gradient_tests(fault, own, policy))
+    return any(beyond <= alpha / _TRIES for beyond, _ in _gradient_tests(fault, policy))
 
 
-def is_settled(policy: PolicyConfig, fault: FaultRecord, own: FaultRecord) -> bool:
+def is_settled(policy: PolicyConfig, fault: FaultRecord) -> bool:
     """Return whether more looks at the gradient can be spared: a fault is found, or surely missed.
 
-    `own` are the candidate's figures without it.
+    So is one of which no figure shows anything, because of the candidate's own, after half of the
+    stages: noise alone makes that in few looks.
     """
-    alpha = look_alpha(policy.alpha)
-    if found_at("gradient", fault, own, alpha, policy):
+    alpha = look_alpha(policy.alpha) / _TRIES
+    tests = _gradient_tests(fault, policy)
+    if any(beyond <= alpha for beyond, _ in tests) or all(within <= alpha for _, within in tests):
         return True
-    return all(within <= alpha / _TRIES for _, within in _gradient_tests(fault, own, policy))
+    many = fault.share_looks >= STAGES[len(STAGES) // 2]
+    return many and all(_hidden(fault, policy))
 
 
 def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
@@ -302,8 +307,12 @@ def _shown_in_gradient(fault: FaultRecord, policy: PolicyConfig) -> str:
     )
     # rounded down: at the bound itself it is not surely beyond
     limit = math.floor(10 * math.exp(low)) / 10
+    if any(_hidden(fault, policy)):
+        return f"{said}, and the candidate without it is beyond a limit there itself"
     if not 1 < limit < policy.max_gradient_ratio:
         return said
+    if _hidden(fault, replace(policy, max_gradient_ratio=limit))[0]:
+        return said  # the candidate would not hold there
     return f"{said}: a study with max_gradient_ratio {limit:.1f} in its policy would find it"
 
 
@@ -322,11 +331,12 @@ def _operator_tests(fault: FaultRecord, own: FaultRecord, policy: PolicyConfig) 
 
 def _logs(values: Sequence[float]) -> list[float]:
     # logs: a ratio is as far from 1 at a half as at two
-    return [math.log(value) if value > 0 else -math.inf for value in values]
+    return [-math.inf if value == 0 else math.log(value) for value in values]
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    # of nothing it is no number, which is within no limit
+    return sum(values) / len(values) if values else math.nan
 
 
 _TRIES = 2 * len(STAGES)
@@ -335,33 +345,38 @@ _TRIES = 2 * len(STAGES)
 _UNKNOWN = (1.0, 1.0)
 
 
-def _gradient_tests(
-    fault: FaultRecord, own: FaultRecord, policy: PolicyConfig
-) -> tuple[tuple[float, float], ...]:
+def _gradient_tests(fault: FaultRecord, policy: PolicyConfig) -> tuple[tuple[float, float], ...]:
     """Return p-values for the ratio and the share: that each is within its limit, and beyond it.
 
     (1, 1) of a figure that tells nothing.
     """
-    if not fault.ratios or not own.ratios:
-        return _UNKNOWN, _UNKNOWN
+    ratio_hidden, share_hidden = _hidden(fault, policy)
     most = math.log(policy.max_gradient_ratio)
     return (
-        _UNKNOWN if _is_beyond(_logs(own.ratios), most) else _p_ratio(fault.ratios, most),
-        _UNKNOWN if _share_is_beyond(own, policy.max_share) else _p_share(fault, policy.max_share),
+        _UNKNOWN if ratio_hidden or not fault.ratios else _p_ratio(fault.ratios, most),
+        _UNKNOWN if share_hidden else _p_share(fault, policy.max_share),
     )
 
 
+def _hidden(fault: FaultRecord, policy: PolicyConfig) -> tuple[bool, bool]:
+    """Return whether the candidate itself is beyond the limit of the ratio, and of the share.
+
+    It is by twice its standard error, or where it is no number.
+    """
+    ratio = not fault.own_ratios or _is_beyond(
+        _logs(fault.own_ratios), math.log(policy.max_gradient_ratio)
+    )
+    return ratio, not fault.own_share - 2 * fault.own_share_se <= policy.max_share
+
+
 def _is_beyond(logs: Sequence[float], limit: float) -> bool:
-    """Whether a mean is beyond its limit by twice its standard error, or is no number."""
-    if not all(map(math.isfinite, logs)):
+    if not all(value < math.inf for value in logs):
         return True
+    if -math.inf in logs:  # an exact candidate
+        return False
     mean, n = _mean(logs), len(logs)
     square = sum((value - mean) ** 2 for value in logs) / max(1, n - 1)
     return mean - 2 * math.sqrt(square / n) > limit
-
-
-def _share_is_beyond(own: FaultRecord, limit: float) -> bool:
-    return not own.share - 2 * own.share_se <= limit
 
 
 def _p_ratio(ratios: Sequence[float], limit: float) -> tuple[float, float]:

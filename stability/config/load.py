@@ -32,7 +32,7 @@ from stability.config.schema import (
     ArmConfig,
     AttentionConfig,
 )
-from stability.config.study import StudyConfig
+from stability.config.study import LEAST_ALPHA, StudyConfig
 
 if TYPE_CHECKING:
     from stability.config.command_study import CommandStudy
@@ -222,6 +222,9 @@ def check_names(study: "StudyConfig | CommandStudy", root: Place) -> None:
 def _check_policy(study: "StudyConfig | CommandStudy", root: Place) -> None:
     arms = [arm for arm in study.arms if arm != BASELINE]
     policy = root.at("policy")
+    if study.policy.alpha < LEAST_ALPHA:
+        too_small = f"must be >= {LEAST_ALPHA}, got {study.policy.alpha}: nothing could pass"
+        raise policy.at("alpha").error(too_small)
     listed = policy.at("candidates")
     for index, name in enumerate(study.policy.candidates):
         if name not in arms:

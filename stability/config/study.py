@@ -9,10 +9,15 @@ from typing import Any, Literal
 
 from stability.config.schema import ArmConfig, require
 
-__all__ = ["Keep", "PolicyConfig", "StudyConfig"]
+__all__ = ["LEAST_ALPHA", "Keep", "PolicyConfig", "StudyConfig"]
 
 Keep = Literal["all", "reference", "last", "none"]
 """Which snapshots of a study stay."""
+
+
+LEAST_ALPHA = 0.01
+"""Below it no planted fault can be found, so nothing could pass: p-values are simulated with 9,999
+draws, and at the operator each of 24 tests has a part of one look's error rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +45,8 @@ class PolicyConfig:
     margin_nats: float = 0.005
     """Outcome: a held-out loss this much higher is a loss that matters."""
     alpha: float = 0.05
-    """The chance of a wrong answer, over all looks and in each direction; at least 0.005, since
-    p-values are simulated with 9,999 draws and some are tried at a fortieth of it."""
+    """The chance of a wrong answer, over all looks and in each direction; at least LEAST_ALPHA in a
+    study that begins."""
 
     def __post_init__(self) -> None:
         require(self.step >= 0, "policy", "step must be >= 0", self.step)
@@ -53,7 +58,7 @@ class PolicyConfig:
             rule = f"{name} must be above 1, which is the baseline's own, and finite"
             require(1 < value < math.inf, "policy", rule, value)
         require(0 < self.max_share < 1, "policy", "max_share must be in (0, 1)", self.max_share)
-        require(0.005 <= self.alpha < 0.5, "policy", "alpha must be in [0.005, 0.5)", self.alpha)
+        require(0 < self.alpha < 0.5, "policy", "alpha must be in (0, 0.5)", self.alpha)
         require(
             len(set(self.candidates)) == len(self.candidates),
             "policy",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention_kernels import golden_attention
 from attention_kernels.testing.faults import FAULTS
-from stability.metrics.coherence import coherence_of
+from stability.metrics.coherence import Coherence, coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 from stability.metrics.sketch import sketch
 from stability.probe.gradient_evidence import Attention, AttentionRole, Gradients
@@ -52,9 +52,8 @@ Plant = Callable[[Attention], Attention]
 """Puts a fault, or nothing, on the candidate in each layer that it computes."""
 
 
-IsSettled = Callable[[FaultRecord, FaultRecord], bool]
-"""Whether more looks at the gradient would change nothing: given a fault's figures so far, and
-those of the candidate as it is."""
+IsSettled = Callable[[FaultRecord], bool]
+"""Whether more looks at the gradient would change nothing: given a fault's figures so far."""
 
 
 class TakePlanted(Protocol):
@@ -103,14 +102,14 @@ def plant_faults(
 
     `looks` are of different batches or weights (`distinct_looks`). `due` are the faults by name
     with their levels. `baseline` is what the candidate stands beside. `is_settled` is asked of each
-    fault that is planted in the gradient after each of STAGES.
+    fault that is planted in the gradient after each of STAGES. ValueError without a look.
     """
+    if not looks:
+        raise ValueError("faults are planted on batches: the model was given none as a whole")
     operator = _operator(looks[:FEW], ["", *due], baseline)
     asked = [name for name, levels in due.items() if "gradient" in levels]
     in_gradient = _in_gradient(looks, asked, is_settled)
-    own = FaultRecord(
-        name="", what="no fault", levels=(), operator=operator[""], **in_gradient.get("", {})
-    )
+    own = FaultRecord(name="", what="no fault", levels=(), operator=operator[""])
     return own, tuple(
         FaultRecord(
             name=name,
@@ -213,23 +212,18 @@ class _Errors:
         self.ratios.append(length / accepted if accepted else equal)
         self.sketches.append(sketch(error))
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures of `FaultRecord` on the gradient."""
+    def share(self) -> Coherence:
+        """Return what repeats of the errors from look to look."""
         errors = torch.stack(self.sketches).double()
-        found = coherence_of((errors @ errors.mT).cpu().numpy())
-        return {
-            "ratios": tuple(self.ratios),
-            "share": float(found.share),
-            "share_se": float(found.share_se),
-            "share_looks": found.looks,
-        }
+        return coherence_of((errors @ errors.mT).cpu().numpy())
 
 
 def _in_gradient(
     looks: Sequence[FaultLook], names: Sequence[str], is_settled: IsSettled
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each fault, look by look as long as one is open, and of none, "" ."""
-    own, found = _Errors(), {name: _Errors() for name in names}
+    """Return the figures of each fault on the gradient, look by look as long as one is open."""
+    own, errors = _Errors(), {name: _Errors() for name in names}
+    found: dict[str, dict[str, Any]] = {}
     is_open = list(names)
     for number, look in enumerate(looks, start=1):
         if not is_open:
@@ -239,17 +233,29 @@ def _in_gradient(
         own.add(_error(look.gradient(_as_it_is, "candidate", True), golden), accepted)
         for name in is_open:
             planted = look.gradient(FAULTS[name].plant, "candidate", True)
-            found[name].add(_error(planted, golden), accepted)
-        if number in STAGES:
-            without = _so_far("", own)
-            is_open = [x for x in is_open if not is_settled(_so_far(x, found[x]), without)]
-    if own.ratios:
-        found[""] = own
-    return {name: errors.figures() for name, errors in found.items() if errors.ratios}
+            errors[name].add(_error(planted, golden), accepted)
+        if number in STAGES or number == len(looks):
+            found |= {name: _figures(errors[name], own) for name in is_open}
+            is_open = [name for name in is_open if not is_settled(_so_far(name, found[name]))]
+    return found
 
 
-def _so_far(name: str, errors: _Errors) -> FaultRecord:
-    return FaultRecord(name=name, what="", levels=("gradient",), operator={}, **errors.figures())
+def _figures(errors: _Errors, own: _Errors) -> dict[str, Any]:
+    """Return the figures of `FaultRecord` on the gradient, with the candidate's own so far."""
+    found, of_own = errors.share(), own.share()
+    return {
+        "ratios": tuple(errors.ratios),
+        "share": float(found.share),
+        "share_se": float(found.share_se),
+        "share_looks": found.looks,
+        "own_ratios": tuple(own.ratios),
+        "own_share": float(of_own.share),
+        "own_share_se": float(of_own.share_se),
+    }
+
+
+def _so_far(name: str, figures: Mapping[str, Any]) -> FaultRecord:
+    return FaultRecord(name=name, what="", levels=("gradient",), operator={}, **figures)
 
 
 def _error(one: Gradients, golden: Gradients) -> list[Tensor]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from stability.records.paths import StudyPaths
 from stability.records.record_types import Count, Number
@@ -56,6 +56,10 @@ class FaultRecord:
     """Of the error's energy that is the same at every look."""
     share_se: float = math.nan
     share_looks: int = 0
+    own_ratios: tuple[float, ...] = ()
+    """These figures of the candidate as it is, without the fault, at the same looks."""
+    own_share: float = math.nan
+    own_share_se: float = math.nan
     error: str = ""
     """Why it could not be tried, or not at as many looks as it needs; mostly empty."""
 
@@ -74,7 +78,7 @@ class AssayRecord:
     parents: Mapping[str, str]
     """SHA-256 of each snapshot by its name below the run's folder."""
     own: FaultRecord
-    """The candidate's own figures, with no fault, at the same looks; its `error` says why no fault
+    """The candidate's own figures at the operator, with no fault; its `error` says why no fault
     could be planted at all."""
     faults: tuple[FaultRecord, ...]
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -125,6 +129,9 @@ class _FaultValues(TypedDict):
     share: Number
     share_se: Number
     share_looks: Count
+    own_ratios: NotRequired[list[Number]]
+    own_share: NotRequired[Number]
+    own_share_se: NotRequired[Number]
     error: str
 
 
@@ -193,6 +200,10 @@ def fault_of(entry: Mapping[str, Any]) -> FaultRecord:
         share=float(entry["share"]),
         share_se=float(entry["share_se"]),
         share_looks=entry["share_looks"],
+        # a record of an older version has none
+        own_ratios=_numbers(entry.get("own_ratios", ())),
+        own_share=float(entry.get("own_share", math.nan)),
+        own_share_se=float(entry.get("own_share_se", math.nan)),
         error=entry["error"],
     )
 

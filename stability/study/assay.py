@@ -165,7 +165,8 @@ def _looks(
     # q may still be as wide as the model where autocast narrows it on the way into the kernel
     dtype = rounding if isinstance(rounding, torch.dtype) else None
     loader = load_data(run.config).train_dataloader()
-    batches = [batch[:SEQUENCES] for batch in islice(loader, MOST)]
+    # of the whole batch, of which a slice is a view, nothing else is kept
+    batches = [batch[:SEQUENCES].clone() for batch in islice(loader, MOST)]
     # sequences in another order are the same ones: each has its own rounding errors again
     rows = [tuple(sorted(map(tuple, batch.tolist()))) for batch in batches]
     looks = []

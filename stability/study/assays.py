@@ -56,7 +56,7 @@ def update(
 
     Nothing is done on a candidate that fails already: an assay can only keep an arm from passing.
     `note` is told of an arm, its seed and why it could not be assayed; `tell` of each that begins,
-    since it takes some seconds.
+    since it takes from some seconds to minutes.
     """
     failed: set[str] | None = None
     made = []
@@ -89,14 +89,15 @@ def update(
 
 
 def steps_of(paths: RunPaths) -> list[int]:
-    """Return up to FEW snapshot steps, the last ones, where weights are no longer the initial."""
-    files = read_manifest(paths.manifest).all_files
-    steps = [
-        int(Path(name).stem.removeprefix("step-"))
-        for name in files
-        if name.startswith(f"{paths.name_of(paths.snapshots_dir)}/")
-    ]
-    return [step for step in sorted(steps) if step > 0][-FEW:]
+    """Return up to FEW snapshot steps, the last ones, where weights are no longer the initial.
+
+    Of snapshots that are equal the first one counts.
+    """
+    first: dict[str, int] = {}
+    for name, sha256 in sorted(read_manifest(paths.manifest).all_files.items()):
+        if name.startswith(f"{paths.name_of(paths.snapshots_dir)}/"):
+            first.setdefault(sha256, int(Path(name).stem.removeprefix("step-")))
+    return [step for step in sorted(first.values()) if step > 0][-FEW:]
 
 
 def parents_of(paths: RunPaths) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Plants known faults on the candidate of a command: the command is run again, for a few updates.
 
 In its process the faults are planted (`planting`), on the batches of these updates and at the run's
-own snapshots; the run itself stays as it is on record. Faults that are near a limit after
-FIRST_LOOKS are planted once more, in a process that gives more batches. The updates must be the
+own snapshots; the run itself stays as it is on record. Faults that are neither found
+nor surely missed at FIRST_LOOKS are planted once more, on more batches. The updates must be the
 run's first ones, bit for bit: start, batches, and what decides the bits. What could not be planted
 is on record with its reason, and tried again with the next call of `stability run` or `record`.
 
@@ -90,7 +90,7 @@ def _assay(
     except (ValueError, OSError) as error:
         own, faults = unplanted(str(error)), ()
     else:
-        own, faults = _looked_closer(run.arm, policy, plant, tell, own, faults)
+        own, faults = _looked_closer(run.arm, manifest.step, policy, plant, tell, own, faults)
     return AssayRecord(
         arm=run.arm,
         seed=run.seed,
@@ -103,34 +103,40 @@ def _assay(
 
 def _looked_closer(
     arm: str,
+    steps: int,
     policy: PolicyConfig,
     plant: Callable[[Sequence[str], int], tuple[FaultRecord, tuple[FaultRecord, ...]]],
     tell: Callable[[str], None],
     own: FaultRecord,
     faults: tuple[FaultRecord, ...],
 ) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
-    """Return the figures with those of more looks for each fault that is not settled."""
+    """Return the figures, with those of more looks for each fault of a run that is not settled.
+
+    The run has so many `steps`.
+    """
     is_open = [
         fault.name
         for fault in faults
-        if "gradient" in fault.levels and not is_settled(policy, fault, own)
+        if "gradient" in fault.levels and not is_settled(policy, fault)
     ]
-    # of fewer looks than asked for there were no more batches
-    if own.error or not is_open or own.share_looks < FIRST_LOOKS:
+    # there are more batches to look at only where the run has more updates
+    if own.error or not is_open or steps <= FIRST_LOOKS:
         return own, faults
-    names = ", ".join(is_open)
-    tell(f"{names} on {arm}: near a limit, so its command runs once more, for up to {MOST} updates")
+    tell(
+        f"{', '.join(is_open)} on {arm}: neither found nor surely missed at {FIRST_LOOKS} looks, "
+        f"so its command runs once more, for up to {min(MOST, steps)} updates"
+    )
     try:
-        own_again, again = plant(is_open, MOST)
-        if own_again.error:
-            raise ValueError(own_again.error)
+        failed, again = plant(is_open, MOST)
+        if failed.error:
+            raise ValueError(failed.error)
     except (ValueError, OSError) as error:
         said = str(error)
         return own, tuple(
             replace(fault, error=said) if fault.name in is_open else fault for fault in faults
         )
     closer = {fault.name: fault for fault in again}
-    return own_again, tuple(closer.get(fault.name, fault) for fault in faults)
+    return own, tuple(closer.get(fault.name, fault) for fault in faults)
 
 
 def _planted(
@@ -152,6 +158,8 @@ def _planted(
         "policy": to_dict(policy),
         "faults": list(names),
         "looks": looks,
+        # what was not settled at its first looks is not tried there again
+        "after": FIRST_LOOKS if looks > FIRST_LOOKS else 0,
     }
     asked = replace(
         run.asked,

@@ -40,7 +40,7 @@ class Instrument(instrument.Instrument):
     """Keeps what the model is given in its first passes, and plants the faults at the end.
 
     `asked` also has `snapshots`, the paths of the weights to plant them at, the `policy`, the names
-    of the `faults`, and at how many `looks` at most.
+    of the `faults`, at how many `looks` at most, and `after` how many the first may be settled.
     """
 
     def begin(self, model: nn.Module) -> None:
@@ -94,11 +94,13 @@ class Instrument(instrument.Instrument):
             gradient = partial(self._gradient, taken, candidate, weights[at], self._calls[place])
             looks.append(FaultLook(gradient=gradient, operator=gradient))
         due = faults_due("")
+        policy = from_dict(PolicyConfig, self._asked["policy"], "policy")
+        after = self._asked["after"]
         return plant_faults(
             looks,
             {name: due[name] for name in self._asked["faults"]},
             partial(attend_by, self._sdpa),
-            partial(is_settled, from_dict(PolicyConfig, self._asked["policy"], "policy")),
+            lambda fault: fault.share_looks > after and is_settled(policy, fault),
         )
 
     def _gradient(
@@ -141,5 +143,12 @@ def _given_again(x: Any) -> Any:
 
 def _batch_of(call: GivenCall, place: int) -> Hashable:
     """Return what is equal for calls with the same samples, in any order; else their place."""
-    tensors = [x.values for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, _Kept)]
-    return f"{int(hash_batch(tensors)[0])}" if tensors else place
+    leaves = tree_leaves((call.args, call.kwargs))
+    tensors = [x.values for x in leaves if isinstance(x, _Kept)]
+    others = [x for x in leaves if not isinstance(x, _Kept)]
+    # what a batch of another kind holds is not seen: the candidate's own figures stand guard there
+    is_read = all(x is None or isinstance(x, bool | int | float | str) for x in others)
+    is_dense = all(x.layout == torch.strided and not x.is_quantized for x in tensors)
+    if not tensors or not is_read or not is_dense or any(x.is_nested for x in tensors):
+        return place
+    return f"{int(hash_batch(tensors)[0])}, {others}"

@@ -13,7 +13,7 @@ from stability.analysis.assay import arm_assay, found_at, is_settled, would_have
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
-from stability.config.study import PolicyConfig
+from stability.config.study import LEAST_ALPHA, PolicyConfig
 from stability.records.assay import (
     STAGES,
     AssayRecord,
@@ -50,8 +50,13 @@ def _fault(name="dq_gain", levels=("operator",), operator=None, **figures):
     )
 
 
+def _own(ratios=(1.0, 1.1, 0.95), share=0.0, share_se=0.002):
+    return {"own_ratios": ratios, "own_share": share, "own_share_se": share_se}
+
+
 def _gradient(ratios, share=0.0, share_se=0.002):
-    return {"ratios": ratios, "share": share, "share_se": share_se, "share_looks": len(ratios)}
+    figures = {"ratios": ratios, "share": share, "share_se": share_se, "share_looks": len(ratios)}
+    return figures | _own()
 
 
 def _around(ratio, spread, count):
@@ -60,7 +65,7 @@ def _around(ratio, spread, count):
     return tuple(ratio * np.exp(spread * (dice - dice.mean()) / dice.std(ddof=1)))
 
 
-OWN = _fault("", (), **_gradient((1.0, 1.1, 0.95)))
+OWN = _fault("", ())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_what_the_candidate_shows_without_the_fault_is_no_sign_of_it():
 @pytest.mark.parametrize(
     ("figures", "found"),
     [
-        ({"ratios": (20.0, 21.0, 19.0), "share": 0.0, "share_se": 0.1, "share_looks": 3}, True),
+        (_gradient((20.0, 21.0, 19.0), 0.0, 0.1), True),
         (_gradient((1.0,) * 24, 0.04, 0.005), True),
         (_gradient((1.0,) * 24, 0.02, 0.01), False),
         (_gradient((1.0, 3.0, 2.5), 0.5, 0.5), False),
@@ -124,26 +129,54 @@ FAR = _gradient((20.0, 21.0, 19.0), 0.9, 0.01)
     ("own", "figures", "found"),
     [
         # each figure, beyond its limit without the fault too, leaves the other one
-        (_gradient((3.0, 3.1, 2.9)), FAR, True),
-        (_gradient((3.0, 3.1, 2.9)), FAR | {"share": 0.0}, False),
-        (_gradient((2.6, 3.5, 3.0)), FAR | {"share": 0.0}, False),
-        (_gradient((1.0,) * 3, 0.05, 0.01), FAR, True),
-        (_gradient((1.0,) * 3, 0.05, 0.01), FAR | {"ratios": (1.0, 1.1, 0.9)}, False),
-        (_gradient((3.0, 3.1, 2.9), 0.05, 0.01), FAR, False),
+        (_own((3.0, 3.1, 2.9)), {}, True),
+        (_own((3.0, 3.1, 2.9)), {"share": 0.0}, False),
+        (_own((2.6, 3.5, 3.0)), {"share": 0.0}, False),
+        (_own((1.0,) * 3, 0.05, 0.01), {}, True),
+        (_own((1.0,) * 3, 0.05, 0.01), {"ratios": (1.0, 1.1, 0.9)}, False),
+        (_own((3.0, 3.1, 2.9), 0.05, 0.01), {}, False),
         # its own doubt is no finding: a share of 0.02 with a standard error of 0.01 may be none
-        (_gradient((1.0,) * 3, 0.02, 0.01), FAR | {"ratios": (1.0, 1.1, 0.9)}, True),
-        (_gradient((1.0, 9.0, 1.0)), FAR | {"share": 0.0}, True),
-        (_gradient((1.0, math.nan, 1.0), math.nan, math.nan), FAR, False),
-        ({}, FAR, False),
+        (_own((1.0,) * 3, 0.02, 0.01), {"ratios": (1.0, 1.1, 0.9)}, True),
+        (_own((1.0, 9.0, 1.0)), {"share": 0.0}, True),
+        # one that is exact is within each limit
+        (_own((0.0,) * 3, 0.0, 0.0), {"share": 0.0}, True),
+        (_own((0.0, 1.0, 0.5)), {"share": 0.0}, True),
+        (_own((1.0, math.nan, 1.0), math.nan, math.nan), {}, False),
+        (_own((1.0, math.inf, 1.0)), {"share": 0.0}, False),
+        (_own((), math.nan, math.nan), {}, False),
     ],
     ids=str,
 )
 def test_a_figure_of_the_gradient_that_is_beyond_without_the_fault_shows_nothing(
     own, figures, found
 ):
-    fault, own = _fault(levels=("gradient",), **figures), _fault("", (), **own)
-    assert found_at("gradient", fault, own, ALPHA, POLICY) is found
-    assert not own.ratios or is_settled(POLICY, fault, own) is found
+    fault = _fault(levels=("gradient",), **FAR | figures | own)
+    assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
+    assert is_settled(POLICY, fault) is found
+
+
+def test_a_fault_of_which_nothing_can_be_seen_is_not_looked_at_for_ever():
+    hidden = _own((3.0, 3.1, 2.9), 0.05, 0.01)
+    for looks, settled in ((12, False), (24, True), (48, True)):
+        fault = _fault(levels=("gradient",), **_gradient((3.0, 3.1) * (looks // 2), 0.05) | hidden)
+        assert is_settled(POLICY, fault) is settled
+        half = replace(fault, own_share=0.0, share=0.015, share_se=0.01)
+        assert not is_settled(POLICY, half), "the share may still show it"
+
+
+@pytest.mark.parametrize("layers", [3, 12])
+def test_at_the_least_error_rate_that_a_study_may_have_a_gain_and_a_bias_are_found(layers):
+    """P-values are simulated: with fewer draws, or a smaller rate, none could be."""
+    policy = PolicyConfig(alpha=LEAST_ALPHA)
+    for figures in ({"gain": 5e-3}, {"bias": 0.1}):
+        fault = _fault(operator=_operator(count=3 * layers, **figures))
+        assert found_at("operator", fault, OWN, look_alpha(LEAST_ALPHA), policy), figures
+
+
+def test_where_the_candidates_own_figures_are_lacking_nothing_is_found():
+    fault, none = _fault(operator=_operator(gain=5e-3)), replace(OWN, operator={})
+    assert found_at("operator", fault, OWN, ALPHA, POLICY)
+    assert not found_at("operator", fault, none, ALPHA, POLICY)
 
 
 def test_each_stage_at_which_a_fault_is_tried_has_its_part_of_the_error_rate():
@@ -178,7 +211,7 @@ def test_each_stage_at_which_a_fault_is_tried_has_its_part_of_the_error_rate():
     ids=str,
 )
 def test_more_looks_are_taken_while_a_fault_is_neither_found_nor_surely_missed(figures, settled):
-    assert is_settled(POLICY, _fault(levels=("gradient",), **figures), OWN) is settled
+    assert is_settled(POLICY, _fault(levels=("gradient",), **figures)) is settled
 
 
 BROKEN = {
@@ -272,10 +305,7 @@ def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(stu
         "dv_gain",
         ("operator", "gradient"),
         operator=_operator(gain=5e-3),
-        ratios=ratios,
-        share=0.026,
-        share_se=0.0155,
-        share_looks=24,
+        **_gradient(ratios, 0.026, 0.0155),
     )
     blind = _assay(study, _planted(dv_gain=near))
     assert blind.missed == ["dv_gain in the gradient"]
@@ -293,6 +323,13 @@ def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(stu
     # of one that errs no further than the baseline no limit on that would be one
     small = replace(near, ratios=tuple(x / 2.5 for x in ratios))
     assert "in its policy would find it" not in _assay(study, _planted(dv_gain=small)).sentence
+    # nor is one at which the candidate itself would not hold
+    own = replace(near, **_own((1.9, 1.91, 1.89)))
+    assert "in its policy would find it" not in _assay(study, _planted(dv_gain=own)).sentence
+    own = replace(near, **_own((3.0, 3.1, 2.9)))
+    assert _assay(study, _planted(dv_gain=own)).sentence.endswith(
+        "do not change, and the candidate without it is beyond a limit there itself"
+    )
 
 
 @pytest.mark.parametrize(
@@ -412,8 +449,17 @@ def test_an_assay_on_fewer_batches_than_todays_proves_nothing(study):
         found = arm_assay(recorded, recorded.arm("flash_fa2"), POLICY)
         assert (found.state, found.sentence) == (
             "not measured",
-            "faults were planted on it by an older version, on fewer batches; run it again",
+            "faults were planted on it by another version, on other batches; run it again",
         )
+    # at 64-true nothing is asked of the gradient
+    at_operator = tuple(
+        replace(fault, levels=("operator",), ratios=()) for fault in _planted(bias_tenth_ulp=None)
+    )
+    _assay(study, at_operator, precision="64-true")
+    content = read_sealed(path, "the test")
+    write_sealed(path, {name: value for name, value in content.items() if name != "stages"})
+    recorded = _recorded(study, precision="64-true")
+    assert arm_assay(recorded, recorded.arm("flash_fa2"), POLICY).state == "sensitive"
 
 
 def test_a_fault_that_could_not_be_looked_at_as_often_as_it_takes_is_none_that_was_missed(study):

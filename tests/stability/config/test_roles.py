@@ -247,6 +247,7 @@ def test_a_word_of_a_command_that_is_no_flag_is_told_by_its_place():
         ({"margin_nats": 0}, "policy: margin_nats must be > 0 and finite, got 0"),
         ({"max_share": 1}, r"policy: max_share must be in \(0, 1\), got 1"),
         ({"alpha": 0.5}, r"policy: alpha must be in \(0, 0.5\), got 0.5"),
+        ({"alpha": 0.009}, r"policy.alpha: must be >= 0.01, got 0.009: nothing could pass"),
     ],
 )
 def test_a_policy_that_judges_nothing_is_refused(read, values, message):

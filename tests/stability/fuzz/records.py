@@ -101,10 +101,7 @@ def _assay(run: RunPaths) -> AssayRecord:
     figures = {"error_ratio": (3.5, 3.25, 3.75), "gain": (0.5, 0.25, 0.5)}
     figures |= {"golden_bias_ulp": (0.5, 0.5, 0.5)}
     operator: dict[str, Any] = dict.fromkeys(("out", "dq", "dk", "dv"), figures)
-    gradient: dict[str, Any] = {"ratios": (1.0, 1.125, 0.875), "share": 0.0, "share_se": 0.0625}
-    own = FaultRecord(
-        name="", what="no fault", levels=(), operator=operator, share_looks=3, **gradient
-    )
+    own = FaultRecord(name="", what="no fault", levels=(), operator=operator)
     faults = [
         FaultRecord(
             name=name,
@@ -115,6 +112,9 @@ def _assay(run: RunPaths) -> AssayRecord:
             share=0.5,
             share_se=0.0625,
             share_looks=24,
+            own_ratios=(1.0, 1.125, 0.875),
+            own_share=0.0,
+            own_share_se=0.0625,
         )
         for name, levels in FAULT_LEVELS.items()
     ]

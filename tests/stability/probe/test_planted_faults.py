@@ -98,8 +98,8 @@ def _planted(
 ) -> tuple[FaultRecord, dict[str, FaultRecord]]:
     """Plant DUE; `is_open` says of which more looks are taken, else the policy does."""
 
-    def is_done(fault: FaultRecord, own: FaultRecord) -> bool:
-        return is_settled(POLICY, fault, own) if is_open is None else not is_open(fault.name)
+    def is_done(fault: FaultRecord) -> bool:
+        return is_settled(POLICY, fault) if is_open is None else not is_open(fault.name)
 
     own, faults = plant_faults(looks, DUE, _sdpa, is_done)
     return own, {fault.name: fault for fault in faults}
@@ -112,21 +112,23 @@ def _is_found(fault: FaultRecord, own: FaultRecord) -> bool:
 def test_a_fault_is_looked_at_until_it_is_settled_and_the_candidate_at_the_same_looks() -> None:
     asked: list[tuple[str, int, int]] = []
 
-    def is_done(fault: FaultRecord, own: FaultRecord) -> bool:
-        asked.append((fault.name, len(fault.ratios), len(own.ratios)))
+    def is_done(fault: FaultRecord) -> bool:
+        asked.append((fault.name, len(fault.ratios), len(fault.own_ratios)))
         return fault.name == "dropped_key" or len(fault.ratios) == 12
 
     own, faults = plant_faults([_look(seed) for seed in range(30)], DUE, _sdpa, is_done)
     looks = {fault.name: fault.share_looks for fault in faults}
     assert looks == {"dq_gain": 12, "bias_tenth_ulp": 12, "dropped_key": 3}
-    assert own.share_looks == len(own.ratios) == 12
+    assert {len(fault.own_ratios) for fault in faults} == {3, 12}
+    assert own.ratios == ()
     open_at = {3: set(DUE), 6: {"dq_gain", "bias_tenth_ulp"}, 12: {"dq_gain", "bias_tenth_ulp"}}
     assert set(asked) == {(name, at, at) for at, names in open_at.items() for name in names}
     assert set(open_at) < set(STAGES)
     # its error is rounding: about as large as the baseline's, and shared by no two looks
-    assert min(own.ratios) > 0.3
-    assert max(own.ratios) < 3
-    assert abs(own.share) < 4 * own.share_se < 0.2
+    most = faults[0]
+    assert min(most.own_ratios) > 0.3
+    assert max(most.own_ratios) < 3
+    assert abs(most.own_share) < 4 * most.own_share_se < 0.2
 
 
 @pytest.fixture
@@ -154,11 +156,22 @@ def test_batches_that_come_again_make_no_fault_found(
     own, faults = _planted(same, lambda name: True)
     none = faults["dq_gain"]
     assert none.share - 4 * none.share_se > POLICY.max_share
-    assert (own.share, own.ratios) == (none.share, none.ratios)
+    assert (none.own_share, none.own_ratios) == (none.share, none.ratios)
     assert not _is_found(none, own)
     # what would be found without the candidate's own figures
-    quiet = replace(own, share=0.0, share_se=0.001)
-    assert _is_found(none, quiet)
+    assert _is_found(replace(none, own_share=0.0, own_share_se=0.001), own)
+
+
+def test_a_finding_is_held_against_the_candidate_at_the_same_looks_and_not_at_later_ones() -> None:
+    """Of two batches that come again and again after six that differ."""
+    looks = [*(_look(seed) for seed in range(6)), *(_look(i % 2, weights=1) for i in range(18))]
+    _, faults = _planted(looks, lambda name: name == "dq_gain")
+    early = faults["bias_tenth_ulp"]
+    assert (early.share_looks, len(early.own_ratios)) == (3, 3)
+    late = faults["dq_gain"]
+    assert late.own_share - 2 * late.own_share_se > POLICY.max_share
+    assert early.own_share != late.own_share
+    assert late.own_ratios[:3] == early.own_ratios
 
 
 def test_over_batches_that_differ_a_gross_fault_is_found_and_none_is_not(
@@ -193,3 +206,8 @@ def test_beside_an_exact_baseline_an_exact_candidate_errs_no_further_and_another
     for value, accepted in ((0.0, 0.0), (1.0, 0.0), (3.0, 1.5)):
         errors.add([torch.tensor([value])], accepted)
     assert errors.ratios == [1.0, math.inf, 2.0]
+
+
+def test_without_a_batch_nothing_is_planted() -> None:
+    with pytest.raises(ValueError, match="the model was given none as a whole"):
+        _planted([])

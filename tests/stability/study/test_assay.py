@@ -70,8 +70,9 @@ def test_a_studys_candidates_are_assayed_at_its_end(trained_study, monkeypatch):
     assert gains["dq"] == record.own.operator["dq"], "a factor on dk leaves dq alone"
     assert min(by_name["dropped_key"].ratios) > 2
     assert not by_name["scale_gain"].ratios, "only the operator shows it"
-    assert len(record.own.ratios) == record.own.share_looks == 3
-    assert max(record.own.ratios) < 2 < min(by_name["dropped_key"].ratios)
+    dropped = by_name["dropped_key"]
+    assert len(dropped.own_ratios) == len(dropped.ratios) == 3
+    assert max(dropped.own_ratios) < 2 < min(dropped.ratios)
     found = arm_assay(read_study(folder), read_study(folder).arm("fa2"), PolicyConfig())
     operator = [text for text in found.missed if text.endswith("operator")]
     # of two layers, three looks are six values: where the processor has a matrix unit of its own,

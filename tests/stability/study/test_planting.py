@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -40,5 +42,30 @@ def test_the_same_samples_are_the_same_batch_in_any_order() -> None:
     assert all(batch != _batch_of(_call(y, targets=z), 0) for y, z in others)
 
 
-def test_a_batch_that_is_given_otherwise_is_told_by_its_place() -> None:
-    assert _batch_of(_call("a.txt"), 3) != _batch_of(_call("b.txt"), 4)
+class Batch:
+    """A batch of somebody's own, that the kept copy does not look into."""
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (["a.txt"], ["b.txt"]),
+        (Batch(), Batch()),
+        (numpy.zeros(3), numpy.ones(3)),
+        (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
+    ],
+    ids=["names", "an object", "an array", "sparse"],
+)
+def test_batches_that_are_not_read_whole_are_not_taken_for_one(others: tuple[Any, Any]) -> None:
+    """Beside a tensor that is the same in each, as positions are."""
+    positions = torch.arange(4)
+    batches = [_batch_of(_call(each, positions), place) for place, each in enumerate(others)]
+    assert batches[0] != batches[1]
+
+
+def test_numbers_and_words_beside_a_batch_belong_to_it() -> None:
+    x = torch.arange(4)
+    batch = _batch_of(_call(x, causal=True, name="a"), 0)
+    assert batch == _batch_of(_call(x, causal=True, name="a"), 1)
+    assert batch != _batch_of(_call(x, causal=True, name="b"), 0)
+    assert batch != _batch_of(_call(x, causal=False, name="a"), 0)

@@ -30,6 +30,9 @@ def _figures(name: str, ratio: float, share: float, share_se: float, looks: int)
         share=share,
         share_se=share_se,
         share_looks=looks,
+        own_ratios=(1.0, 1.01, 0.99),
+        own_share=0.0,
+        own_share_se=0.002,
     )
 
 
@@ -40,19 +43,19 @@ NEAR = (1.0, 0.026, 0.0155)
 class Command:
     """Stands for the script: what it would tell of each fault, and what it was asked for."""
 
-    def __init__(self, looks: int = FIRST_LOOKS, **instead: Any) -> None:
+    def __init__(self, steps: int = 60, **instead: Any) -> None:
         self.asked: list[tuple[list[str], int]] = []
         self.said: list[str] = []
-        self._looks, self._instead = looks, instead
+        self._steps, self._instead = steps, instead
 
     def plant(self, names: Sequence[str], looks: int) -> Figures:
         self.asked.append((list(names), looks))
-        own = _figures("", 1.0, 0.0, 0.002, min(looks, self._looks))
+        own = FaultRecord(name="", what="", levels=(), operator={})
         found = FOUND_AT_ONCE | self._instead
         return own, tuple(_figures(name, *found[name]) for name in names)
 
     def assay(self, monkeypatch: pytest.MonkeyPatch) -> AssayRecord:
-        manifest: Any = SimpleNamespace(resolved={}, environment={})
+        manifest: Any = SimpleNamespace(resolved={}, environment={}, step=self._steps)
         monkeypatch.setattr(foreign_assay, "read_manifest", lambda path: manifest)
         monkeypatch.setattr(foreign_assay, "parents_of", lambda paths: {})
         monkeypatch.setattr(foreign_assay, "_planted", lambda *given: self.plant(*given[4:]))
@@ -76,7 +79,7 @@ def test_where_each_fault_is_settled_the_command_runs_once(monkeypatch: pytest.M
 def test_a_fault_near_a_limit_is_planted_in_a_second_process_with_more_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = Command(MOST, dv_gain=(*NEAR, FIRST_LOOKS), out_gain=(*NEAR, FIRST_LOOKS))
+    command = Command(dv_gain=(*NEAR, FIRST_LOOKS), out_gain=(*NEAR, FIRST_LOOKS))
     plant = command.plant
 
     def planting(names: Sequence[str], looks: int) -> Figures:
@@ -95,23 +98,24 @@ def test_a_fault_near_a_limit_is_planted_in_a_second_process_with_more_batches(
         "out_gain": 72,
         "dropped_key": 3,
     }
-    assert record.own.share_looks == MOST, "the candidate itself, at the same looks"
     alpha = look_alpha(POLICY.alpha)
     assert found_at("gradient", faults["dv_gain"], record.own, alpha, POLICY)
     assert not found_at("gradient", faults["out_gain"], record.own, alpha, POLICY)
     (said,) = command.said
     assert said == (
-        "dv_gain, out_gain on fa2: near a limit, so its command runs once more, for up to "
-        f"{MOST} updates"
+        "dv_gain, out_gain on fa2: neither found nor surely missed at 24 looks, so its command "
+        "runs once more, for up to 60 updates"
     )
 
 
-def test_where_the_command_had_no_more_batches_it_does_not_run_again(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("steps", "looks"), [(8, 24), (12, 36), (24, 24), (25, 24)])
+def test_a_command_runs_again_only_where_it_has_more_batches(
+    steps: int, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = Command(12, dv_gain=(*NEAR, 12))
+    """Of fewer updates than looks each batch was looked at with several snapshots already."""
+    command = Command(steps, dv_gain=(*NEAR, looks))
     command.assay(monkeypatch)
-    assert len(command.asked) == 1
+    assert len(command.asked) == 1 + (steps > FIRST_LOOKS)
 
 
 @pytest.mark.parametrize("is_told", [False, True], ids=["it ends with an error", "it says so"])
