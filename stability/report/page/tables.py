@@ -219,11 +219,14 @@ def _of_command(path: str, value: Any) -> str:
     """Return the value at a `path` of a command's config, in words where the command has none."""
     if value not in (None, ""):
         return value_text(value)
-    if path.startswith("env."):
-        return "not set" if value is None else "empty"
-    if path.startswith("flags.") or path == "attention.implementation":
+    if path == "attention.implementation":
         return "the script's own"
-    return "none"
+    group = path.partition(".")[0]
+    if group not in ("env", "flags", "config"):
+        return "none"
+    if value == "":
+        return "empty"
+    return "not set" if group == "env" else "the script's own"
 
 
 def value_text(value: Any) -> str:

@@ -26,6 +26,8 @@ def study_of(kind, tmp_path, path, values):
         ("flags.bf16", (None, True), ("the script's own", "true")),
         ("flags.lr", (0.1, None), ("0.1", "the script's own")),
         ("flags.steps", (0, False), ("0", "false")),
+        ("flags.prefix", (None, ""), ("the script's own", "empty")),
+        ("config.model.name", ("", None), ("empty", "the script's own")),
         ("env.SEED_ALL", (None, "1"), ("not set", "1")),
         ("env.SEED_ALL", ("1", ""), ("1", "empty")),
         ("attention.implementation", ("", "sdpa:math"), ("the script's own", "sdpa:math")),
