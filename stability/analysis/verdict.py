@@ -140,11 +140,11 @@ class StudyVerdict:
     @property
     def outlook(self) -> str:
         """What more seeds would do, a clause; empty where they would help and none is left."""
-        if self.look and all(arm.outcome in ("PASS", "FAIL") for arm in self.candidates):
+        is_decided = self.look and all(arm.outcome in ("PASS", "FAIL") for arm in self.candidates)
+        if is_decided and not self.exploratory:
             return "decided, which ends the plan: no more seeds are needed"
-        levels = [one for arm in self.candidates for one in arm.levels.values()]
-        is_open = self.look and any(one.state == "undecided" for one in levels)
-        if is_open and not any(arm.gains for arm in self.candidates):
+        states = {one.state for arm in self.candidates for one in arm.levels.values()}
+        if self.look and "undecided" in states and not any(arm.gains for arm in self.candidates):
             return "more seeds add nothing to what is undecided"
         return f"the next look is at {self.next_look} seeds" if self.next_look else ""
 

@@ -126,7 +126,7 @@ def init(
     name = name or "my_study"
     given, has_seed = _with_seed(words or [])
     steps, end = _updates(steps, given)
-    _check_command(name, to, steps, given, attention)
+    _check_command(name, to, steps, given, attention, end)
     text = partial(study_text, name, given, env or {}, steps, attention=attention)
     from stability.study.foreign import RunFailedError  # heavy from here on
 
@@ -274,8 +274,13 @@ def _check_template(
         check_name(name, Place(source="init: name"), ())
 
 
-def _check_command(name: str, to: Path, steps: int, words: Sequence[str], attention: str) -> None:
-    """ValueError for a study of a command that can't be written, or would show nothing."""
+def _check_command(
+    name: str, to: Path, steps: int, words: Sequence[str], attention: str, whose: str
+) -> None:
+    """ValueError for a study of a command that can't be written, or would show nothing.
+
+    `whose` choice `steps` are is said where they are too few.
+    """
     check_name(name, Place(source="init: name"), ())
     if to.exists():
         raise ValueError(f"init: {to}: must not be there yet; choose another file by --to")
@@ -297,21 +302,33 @@ def _check_command(name: str, to: Path, steps: int, words: Sequence[str], attent
 
     if steps < LOOKS_NEEDED:
         raise ValueError(
-            f"init: steps must be >= {LOOKS_NEEDED} with --attention, got {steps}: the gradient "
-            f"is judged from {LOOKS_NEEDED} looks on, at most one an update"
+            f"init: steps must be >= {LOOKS_NEEDED} with --attention, got {steps}, {whose}: the "
+            f"gradient is judged from {LOOKS_NEEDED} looks on, at most one an update"
         )
 
 
 def _updates(steps: int | None, words: Sequence[str]) -> tuple[int, str]:
-    """Return the updates of every arm, and whose choice they are: the command's, where it tells."""
+    """Return the updates of every arm, and whose choice they are: the command's, where it tells.
+
+    ValueError where the command ends before init's own `steps`, and so would every run.
+    """
     given = own_steps(words)
     own = ", ".join(dict.fromkeys(said for said, _ in given))
+    least, first = min(((count, said) for said, count in given), default=(None, ""))
     if steps is not None:
+        if least is not None and steps > least:
+            raise ValueError(
+                f"init: steps must be <= {least}, where the command ends itself by {first}, got "
+                f"{steps}: every run would end too early; raise {first} in the command, or lower "
+                "--steps before the --"
+            )
         return steps, f"as init's --steps says{own and f'; the command has {own}'}"
+    if least is None:
+        why = "since the command names none that was found"
+        return STEPS, f"{why}; --steps before the -- sets others"
     if len({count for _, count in given}) == 1:
-        return given[0][1], f"the command's own {own}"
-    why = "the command's own are several" if own else "the command names none that was found"
-    return STEPS, f"since {why}{own and f': {own}'}; --steps before the -- sets others"
+        return least, f"the command's own {own}"
+    return least, f"the command's own {first}, the smallest of {own}"
 
 
 def study_text(

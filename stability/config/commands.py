@@ -6,6 +6,7 @@ in has a path, as `flags.lr`, as has any value of our own trainer's config. `{se
 Leaves out how the command is run (`recorder.launch`).
 """
 
+import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -47,11 +48,14 @@ OF_THE_RUN = ("study", "arm", "seed", "out")
 
 
 _STEP_FLAGS = (
-    *("steps", "max_steps", "num_steps", "n_steps", "train_steps", "max_train_steps"),
-    *("num_train_steps", "total_steps", "iters", "max_iters", "num_iters", "train_iters"),
-    *("iterations", "max_iterations", "num_iterations"),
+    *("steps", "max_steps", "train_steps", "max_train_steps", "num_train_steps", "total_steps"),
+    *("iters", "max_iters", "num_iters", "train_iters", "max_iterations", "num_iterations"),
 )
-"""Flags, less a group's name before them, by which scripts are told how many updates to make."""
+"""Flags, less a group's name before them, by which scripts are told how many updates to make.
+
+Without those that are often something else: `num_steps` of a sampler, `iterations` of a solver.
+"""
+_NUMBER = re.compile(r"\d+(?:_\d+)*(?:\.\d+)?(?:[eE]\+?\d+)?")
 
 
 def command_training(words: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
@@ -216,13 +220,16 @@ def end_of_program(words: Sequence[str]) -> int:
 def own_steps(words: Sequence[str]) -> list[tuple[str, int]]:
     """Return each flag of a command that says how many updates it makes, as given, and the number.
 
-    `--steps 120`, `--max_iters=120`, `trainer.max_steps=120`; below 1, as for no limit, it is none.
+    `--steps 120`, `--max_iters=1e3`, `++trainer.max_steps=120`; below 1, as for no limit, it is
+    none. What follows the number, as `conf.yaml`, is the script's; several numbers are no count.
     """
     found = []
     for flag, values, own in split_flags(words[end_of_program(words) :]):
-        group, _, name = flag.replace("-", "_").rpartition(".")
+        group, _, name = flag.lstrip("+").replace("-", "_").rpartition(".")
         if name not in _STEP_FLAGS or group not in ("", "train", "trainer", "training"):
             continue
-        if len(values) == 1 and values[0].isdecimal() and int(values[0]):
-            found.append((" ".join(own), int(values[0])))
+        counts = [float(text) for text in values if _NUMBER.fullmatch(text)]
+        is_first = len(counts) == 1 and _NUMBER.fullmatch(values[0])
+        if is_first and counts[0] >= 1 and counts[0].is_integer():
+            found.append((" ".join(own[:2]), int(counts[0])))
     return found

@@ -32,7 +32,7 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise ValueError(
             f"{what} must be MODULE:FUNCTION of a module that imports, got {where!r}; {said}"
-            f"{did_you_mean(where) or _nearest_here(module_name)}"
+            f"{did_you_mean(where) or _nearest_here(module_name, error)}"
         ) from error
     finally:
         if Path.cwd() != here:  # a study's own paths begin there
@@ -56,12 +56,18 @@ def did_you_mean(where: str) -> str:
     return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
 
 
-def _nearest_here(name: str) -> str:
-    """Return "; in this folder: attn", the names most alike, for a module that is nowhere."""
+def _nearest_here(name: str, error: BaseException) -> str:
+    """Return "; in this folder: attn", the names alike, where it is `name` itself that is nowhere.
+
+    Not where a module that it imports is missing, or raises.
+    """
+    top = name.partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or error.name != top:
+        return ""
     here = [path.stem for path in sorted(Path.cwd().glob("*.py"))]
-    is_there = name.partition(".")[0] in {*here, *sys.modules}
-    alike = difflib.get_close_matches(name, here, n=3, cutoff=0.4) or here[:6]
-    return "" if is_there or not here else f"; in this folder: {', '.join(alike)}"
+    here += [path.parent.name for path in sorted(Path.cwd().glob("*/__init__.py"))]
+    alike = difflib.get_close_matches(top, here, n=3)
+    return f"; in this folder: {', '.join(alike)}" if alike else ""
 
 
 def _import_module(name: str) -> ModuleType:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stability.config.commands import is_command
+from stability.config.commands import is_adopted, is_command
 from stability.config.convert import from_dict
 from stability.config.schema import ArmConfig, ModelConfig
 from stability.model.decoder import build_decoder
@@ -49,11 +49,16 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     paths = run_at(run, "capture: checkpoint")
     recorded = dict(read_manifest(paths.manifest).config)
     if is_command(recorded):
+        whose = (
+            f"recorded of `{recorded['program']}`: only that script can build the model, and a "
+            "probe looks at its inputs as it trains"
+        )
+        if is_adopted(recorded):
+            whose = "adopted from checkpoints"
         raise ValueError(
             "capture: the run must be one that `stability run` trained by our own trainer, got "
-            f"{str(run)!r}, which was recorded of `{recorded['program']}`: that alone can build "
-            "the model, and a probe looks at its inputs as it trains; check the attention without "
-            "a run, as by `stability check NAME`"
+            f"{str(run)!r}, which was {whose}; check the attention without a run, as by "
+            "`stability check NAME`"
         )
     config = from_dict(ArmConfig, recorded, str(paths.manifest))
     steps = recorded_steps(paths)

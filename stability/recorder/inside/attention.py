@@ -15,8 +15,9 @@ import functools
 import importlib
 import inspect
 import sys
+from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, Callable, Dict, Optional, Set
+from typing import Any, Callable, ContextManager, Dict, Optional, Set
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class ReplacedCalls:
         """Whether an instrument looks at the calls."""
         self.function: Optional[Callable[..., Any]] = None
         """What takes the place, once it is imported; PyTorch's own backends need none."""
+        self.refusing: Callable[[], ContextManager[Any]] = nullcontext
+        """Tells of a `StartRefused`: a script may evaluate before anything else could."""
         self.callers: Set[str] = set()
         """The modules whose calls were replaced, outside of backward passes."""
         self._running: Set[int] = set()
@@ -117,10 +120,11 @@ class ReplacedCalls:
         A graph can't import, and an import at the start may find a module that is half executed.
         """
         if self.function is None and not self.name.startswith("sdpa:"):
-            try:
-                self.function = self.marked(_imported(self.name, device))
-            except ValueError as error:
-                raise NoAttentionError(str(error)) from error
+            with self.refusing():
+                try:
+                    self.function = self.marked(_imported(self.name, device))
+                except ValueError as error:
+                    raise NoAttentionError(str(error)) from error
 
     def told(self) -> Dict[str, Any]:
         """Return what the record's end says of it."""

@@ -53,9 +53,9 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     """The files of the user's that were imported; at the end `__main__` has none any more."""
 
     def begin(state: Dict[str, Tensor]) -> Dict[str, Any]:
+        if replaced:
+            replaced.prepare(next(iter(state.values())).device)
         with spool.telling_refusals():
-            if replaced:
-                replaced.prepare(next(iter(state.values())).device)
             if witness:
                 witness.begin(state)
             sources.update(own_files().values())
@@ -75,6 +75,8 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
     held_out = asked.get("STABILITY_HELD_OUT", "")
     has_function = observes and ":" in held_out
     spool = Spool(asked["STABILITY_SPOOL"], rank)
+    if replaced:
+        replaced.refusing = spool.telling_refusals
     training = Training(
         spool,
         due=due_at(asked.get("STABILITY_SNAPSHOTS", "")) if observes else lambda step: False,

@@ -17,6 +17,7 @@ from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_hashes import compare_hashes, environments_of
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import is_command
+from stability.config.masking import is_secret
 from stability.config.schema import BASELINE
 from stability.report.view.error_bars import written_bar
 from stability.report.view.ladder import Number, has_held_out, is_candidate, numbers
@@ -147,15 +148,17 @@ def numerics_text(arm: RecordedArm) -> str:
     """Return what the arm's attention was resolved to, as indented JSON; empty if unknown.
 
     Of a command's variables those alone that the study sets: what else a shell has is its user's,
-    and of a short value even the hash that is on record tells.
+    and of a short value even the hash that is on record tells. Of a secret none is shown.
     """
     manifests = [run.manifest for run in arm.runs.values() if run.manifest]
     if not manifests:
         return ""
     resolved, given = dict(manifests[0].resolved), manifests[0].config.get("env", {})
     if launched := dict(resolved.get("launched", {})):
-        variables = launched.pop("variables", {})
-        launched["variables"] = {name: variables[name] for name in given if name in variables}
+        hashes, on_the_way = launched.get("variables", {}), launched.get("set_on_the_way", [])
+        shown = [name for name in given if name in hashes and not is_secret(name)]
+        launched["variables"] = {name: hashes[name] for name in shown}
+        launched["set_on_the_way"] = [name for name in on_the_way if name in given]
         resolved["launched"] = launched
     return json.dumps(resolved, indent=2, sort_keys=True)
 
@@ -216,11 +219,14 @@ def _of_command(path: str, value: Any) -> str:
     """Return the value at a `path` of a command's config, in words where the command has none."""
     if value not in (None, ""):
         return value_text(value)
-    if path.startswith("env."):
-        return "not set" if value is None else "empty"
-    if path.startswith("flags.") or path == "attention.implementation":
+    if path == "attention.implementation":
         return "the script's own"
-    return "none"
+    group = path.partition(".")[0]
+    if group not in ("env", "flags", "config"):
+        return "none"
+    if value == "":
+        return "empty"
+    return "not set" if group == "env" else "the script's own"
 
 
 def value_text(value: Any) -> str:

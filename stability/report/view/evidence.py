@@ -39,9 +39,16 @@ STATE_WORDS: dict[LevelState, str] = {
 }
 """A state in a table's cell."""
 
+_NUMBER = r"(?:\d[\d.]*(?:e[+-]?\d+)?|inf|nan)"
+_ENDS = r"(?=[\s,.;)]|$)"
+# not within a name: an arm may be called lr-10x, or wd-5%
 _LEGENDS = {
-    r"\b\d[\d.]*x( |$)": "x: an error, as a multiple of plain attention's or the baseline's.",
-    r"[+-]\d[\d.e-]*%": "%: by how much a result of the attention is too large, its gain.",
+    rf"(?<![\w.-]){_NUMBER}x{_ENDS}": (
+        "x: an error, as a multiple of plain attention's or the baseline's."
+    ),
+    rf"(?<![^\s(])[+-]{_NUMBER}%": (
+        "%: by how much a result of the attention is too large, its gain."
+    ),
     r"\bE \d": "E: an arm's distance from the reference's weights, over the baseline's distance.",
     r"\bf -?\d": "f: the share of a gradient's squared error that is the same at all looks.",
 }

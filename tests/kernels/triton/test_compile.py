@@ -91,6 +91,8 @@ MASKS = {
     "own": Mask(causal=True, bias=torch.empty(1, 2, 64, 64)),
     "shared": Mask(causal=True, bias=torch.empty(1, 1, 1, 1)),
 }
+FP64_ABORTS = [int(x) for x in triton.__version__.split("+")[0].split(".")[:3]] < [3, 7, 1]
+"""Whether Triton's compiler ends its process at FP64 for sm_100, as that of 3.6 does."""
 TRAINED = ("bf16-d64", "bf16-d128", "bf16-d256", "fp32-d64", "e4m3-d64", "fp64-d64", "stochastic")
 """Of these the gradient of a bias is compiled, of one with all axes and of one with none."""
 
@@ -103,6 +105,8 @@ def cases(arch):
     chosen = {(name, mask): case for name, case in FAST.items() for mask in ("full", "causal")}
     # A pass of 3.7 (TritonGPUHoistTMEMAlloc) fails there on dq_kernel with stochastic rounding.
     beyond = ("stochastic",) if arch >= 100 else ()
+    if arch >= 100 and FP64_ABORTS:
+        beyond += ("fp64",)
     others = FORMATS_GRID | DIALS
     chosen |= {(n, "causal"): case for n, case in others.items() if not n.startswith(beyond)}
     trained = {name: case for name, case in (FAST | others).items() if name in TRAINED}
@@ -199,10 +203,15 @@ def test_dropout_spills_nothing(arch, tmp_path):
             32,
             marks=pytest.mark.long,
         ),
-        pytest.param(100, "^(fp32|fp64|e4m3|all_bf16)-d64|^every", 16, marks=pytest.mark.long),
+        pytest.param(
+            100,
+            "^(fp32|fp64|e4m3|all_bf16)-d64|^every",
+            16 - 3 * FP64_ABORTS,
+            marks=pytest.mark.long,
+        ),
         pytest.param(80, "^trained", 14, marks=pytest.mark.long),
         pytest.param(90, "^trained", 14, marks=pytest.mark.long),
-        pytest.param(100, "^trained", 12, marks=pytest.mark.long),
+        pytest.param(100, "^trained", 12 - 2 * FP64_ABORTS, marks=pytest.mark.long),
     ],
 )
 def test_every_format_dial_and_mask_compiles_and_fits(arch, only, count, tmp_path):

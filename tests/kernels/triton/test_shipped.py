@@ -40,16 +40,32 @@ def test_a_profile_as_shipped_takes_what_was_measured(case):
     if triton.__version__ != MEASURED["triton"]:
         pytest.skip(f"nothing was measured with Triton {triton.__version__}")
     script = Path(__file__).with_name("shipped.py")
-    variables = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = _as_shipped() | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, script, case],
-        env=os.environ | variables,
+        env=variables | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout) == KERNELS[case]
+
+
+def _as_shipped():
+    """The variables of this process, less those by which Triton or ptxas compile otherwise."""
+    otherwise = ("TRITON_", "PTXAS_", "DISABLE_PTXAS_OPT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(otherwise)}
+
+
+def test_what_is_measured_does_not_hang_on_variables_of_the_compiler(monkeypatch):
+    others = ("TRITON_DEFAULT_FP_FUSION", "PTXAS_OPTIONS", "DISABLE_PTXAS_OPT")
+    for name in (*others, "MY_TRITON_IS_KEPT"):
+        monkeypatch.setenv(name, "1")
+    kept = _as_shipped()
+    assert not {*others} & kept.keys()
+    assert kept["MY_TRITON_IS_KEPT"] == "1"
 
 
 def test_every_profile_is_measured_for_every_chip_and_usual_head_dim():

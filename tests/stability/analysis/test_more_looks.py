@@ -174,6 +174,8 @@ def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook):
     one = replace(judged.arms[0], outcome="INCONCLUSIVE", arm="other")
     both = replace(judged, arms=(*judged.arms, one))
     assert both.outlook == "the next look is at 5 seeds", "of two one is open"
+    changed = replace(judged, exploratory=("the seeds",))
+    assert changed.outlook == "the next look is at 5 seeds", "what is exploratory decides nothing"
 
 
 def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):

@@ -106,7 +106,7 @@ def test_of_a_command_no_inputs_can_be_had(tmp_path, capsys):
     assert stop.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"must be one that `stability run` trained by our own trainer, got '{run}'" in said
-    assert "plain.py`: that alone can build the model" in said
+    assert "plain.py`: only that script can build the model" in said
     assert "check the attention without a run" in said
 
 

@@ -323,7 +323,8 @@ def test_runs_end_where_the_command_ends_itself(
         (5, ["--iters=7"], 5, "as init's --steps says; the command has --iters=7"),
         (5, [], 5, "as init's --steps says"),
         (None, ["--iters=7", "--max-steps", "7"], 7, "own --iters=7, --max-steps 7"),
-        (None, ["--iters=7", "--steps", "9"], 100, "own are several: --iters=7, --steps 9; --st"),
+        (None, ["--steps", "9", "--iters=7"], 7, "own --iters=7, the smallest of --steps 9, --i"),
+        (7, ["--iters=7"], 7, "as init's --steps says; the command has --iters=7"),
         (None, [], 100, "the command names none that was found; --steps before the -- sets others"),
     ],
 )
@@ -336,9 +337,28 @@ def test_who_chose_where_runs_end_is_said(
     assert ("the command" in why) == bool(flags or given is None)
 
 
-@pytest.mark.parametrize("words", [["--steps", "19", "--", *PLAIN], ["--", *PLAIN, "--steps=19"]])
+def test_runs_that_the_command_would_end_too_early_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ["--max-steps", "9", "--steps", "3"]
+    assert code_of("init", "--steps", "200", "--", *PLAIN, *flags) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "steps must be <= 3, where the command ends itself by --steps 3, got 200" in said
+    assert "raise --steps 3 in the command, or lower --steps before the --" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "whose"),
+    [
+        (["--steps", "19", "--", *PLAIN], "as init's --steps says"),
+        (["--", *PLAIN, "--steps=19"], "the command's own --steps=19"),
+    ],
+)
 def test_an_attention_needs_as_many_updates_as_the_gradient_needs_looks(
     words: list[str],
+    whose: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -346,7 +366,7 @@ def test_an_attention_needs_as_many_updates_as_the_gradient_needs_looks(
     monkeypatch.chdir(tmp_path)
     assert code_of("init", "--attention", "flash:fa2", *words) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "steps must be >= 20 with --attention, got 19: the gradient is judged from 20" in said
+    assert f"steps must be >= 20 with --attention, got 19, {whose}: the gradient is judged" in said
     assert not list(tmp_path.iterdir())
 
 

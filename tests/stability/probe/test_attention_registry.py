@@ -224,6 +224,30 @@ def test_a_files_name_in_the_place_of_a_modules_is_told(tmp_path, monkeypatch, g
         resolve_attention(given, CPU)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mypkgs:f", "No module named 'mypkgs'; in this folder: mypkg$"),
+        ("atention.own:f", "No module named 'atention'; in this folder: attention$"),
+        ("quite_another:f", "No module named 'quite_another'$"),
+        # of these the module is there, and what it imports is not
+        ("attention:f", "No module named 'mypkgs'$"),
+        ("mypkg.sub:f", "'mypkg' is not a package$"),
+    ],
+)
+def test_modules_of_the_folder_are_named_for_one_that_is_nowhere(
+    tmp_path, monkeypatch, given, said
+):
+    _write_package(tmp_path, monkeypatch, OWN)
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "attention"
+    package.mkdir()
+    (package / "__init__.py").write_text("import mypkgs")
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match=said):
+        resolve_attention(given, CPU)
+
+
 def test_ctrl_c_while_a_module_is_imported_is_an_interrupt(tmp_path, monkeypatch):
     _write_package(tmp_path, monkeypatch, "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):

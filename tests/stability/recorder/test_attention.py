@@ -313,6 +313,18 @@ def test_what_was_not_replaced_does_not_count(
     assert study.manifest("swapped").state == "failed"
 
 
+@pytest.mark.slow
+def test_an_attention_that_is_missing_is_told_where_the_script_evaluates_first(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Recording(tmp_path, words("attends.py", "--evaluates-first"))
+    assert study.record("baseline", options=("--attention", "mine:missing")) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a function that mine has, got 'missing'" in said
+    assert "a function that mine has, got 'missing'" in study.manifest("baseline").message
+    assert "no training was seen" not in said
+
+
 @pytest.mark.parametrize(
     ("attention", "said"),
     [

@@ -20,6 +20,7 @@ from stability.records.metric_log import read_metrics
 from stability.records.metric_names import drift_name
 from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
+from stability.study.capture import capture
 from tests.stability.recorder.recording import code_of
 from tests.stability.records.dcp_by_hand import save
 
@@ -233,6 +234,13 @@ def test_a_series_that_begins_later_has_an_unknown_start_and_lacks_nothing(
         "machine" in said
     )
     assert "missing" not in said
+
+
+def test_of_an_adopted_run_no_inputs_can_be_had(tmp_path: Path) -> None:
+    words = [f"{arm}={as_folders(tmp_path / arm, states())}" for arm in ("baseline", "x")]
+    assert adopted(tmp_path, *words) == 0
+    with pytest.raises(ValueError, match="which was adopted from checkpoints; check the attention"):
+        capture(run_of(tmp_path, "x").root, 0)
 
 
 def test_a_forged_adoption_is_worse_than_unproven(

@@ -12,6 +12,7 @@ flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--bf16", action="store_true")
 flags.add_argument("--masked", action="store_true")
 flags.add_argument("--evaluates", action="store_true", help="attends there alone")
+flags.add_argument("--evaluates-first", action="store_true", help="before any update")
 flags.add_argument("--compiled", nargs="?", const="aot_eager", help="by this backend")
 asked = flags.parse_args()
 
@@ -39,6 +40,9 @@ model = Model()
 run = torch.compile(model, fullgraph=True, backend=asked.compiled) if asked.compiled else model
 # not Adam: the gradient of the keys' bias is rounding alone, which it would make as large as any
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if asked.evaluates_first:
+    with torch.no_grad():
+        run(torch.randn(4, 32, 8))
 for _ in range(4):
     with torch.autocast("cpu", enabled=asked.bf16):
         loss = run(torch.randn(4, 32, 8)).float().square().mean()
