@@ -9,217 +9,33 @@ import numpy as np
 import pytest
 
 from attention_kernels.testing.fault_names import FAULT_LEVELS
-from stability.analysis.assay import arm_assay, found_at, is_settled, would_have_shown
+from stability.analysis.assay import arm_assay, found_at, would_have_shown
 from stability.analysis.evidence import LevelEvidence
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import read_study
-from stability.config.study import LEAST_ALPHA, PolicyConfig
 from stability.records.assay import (
-    STAGES,
     AssayRecord,
-    FaultRecord,
     read_assay,
     sources_of,
     unplanted,
     write_assay,
 )
 from stability.records.sealed_json import file_checksum, read_sealed, write_sealed
-
-POLICY = PolicyConfig()
-ALPHA = look_alpha(POLICY.alpha)
-
-
-def _operator(ratio=1.0, gain=0.0, bias=0.0, spread=0.1, count=15):
-    """Figures of four results; only dq's are those that are given."""
-    dice = np.random.default_rng(0)
-    noise = dice.normal(size=(4, 3, count))
-    found = {}
-    for index, result in enumerate(("out", "dq", "dk", "dv")):
-        mine = result == "dq"
-        found[result] = {
-            "error_ratio": tuple((ratio if mine else 1.0) * np.exp(spread * noise[index, 0])),
-            "gain": tuple((gain if mine else 0.0) + 1e-4 * noise[index, 1]),
-            "golden_bias_ulp": tuple((bias if mine else 0.0) + 2e-3 * noise[index, 2]),
-        }
-    return found
-
-
-def _fault(name="dq_gain", levels=("operator",), operator=None, **figures):
-    return FaultRecord(
-        name=name, what="a factor", levels=levels, operator=operator or _operator(), **figures
-    )
-
-
-def _own(ratios=(1.0, 1.1, 0.95), share=0.0, share_se=0.002):
-    return {"own_ratios": ratios, "own_share": share, "own_share_se": share_se}
-
-
-def _gradient(ratios, share=0.0, share_se=0.002):
-    figures = {"ratios": ratios, "share": share, "share_se": share_se, "share_looks": len(ratios)}
-    return figures | _own()
-
-
-def _around(ratio, spread, count):
-    """Ratios with this geometric mean, whose logs scatter."""
-    dice = np.random.default_rng(1).normal(size=count)
-    return tuple(ratio * np.exp(spread * (dice - dice.mean()) / dice.std(ddof=1)))
-
-
-OWN = _fault("", ())
-
-
-@pytest.mark.parametrize(
-    ("figures", "found"),
-    [
-        ({}, False),
-        ({"gain": 5e-3}, True),
-        ({"gain": -5e-3}, True),
-        ({"gain": 1.0e-3}, False),
-        ({"ratio": 3.0}, True),
-        ({"ratio": 1.9}, False),
-        ({"bias": 0.1}, True),
-        ({"bias": -0.1}, True),
-        ({"bias": 0.04}, False),
-    ],
-    ids=str,
+from tests.stability.analysis.fault_figures import (
+    OWN,
+    POLICY,
+    a_fault,
+    gradient_of,
+    operator_of,
+    own_of,
 )
-def test_a_fault_is_found_at_the_operator_where_one_figure_is_surely_beyond_its_limit(
-    figures, found
-):
-    assert found_at("operator", _fault(operator=_operator(**figures)), OWN, ALPHA, POLICY) is found
-
-
-def test_a_limit_that_is_raised_lets_faults_through():
-    fault = _fault(operator=_operator(gain=5e-3))
-    assert not found_at("operator", fault, OWN, ALPHA, replace(POLICY, max_gain=6e-3))
-
-
-def test_what_the_candidate_shows_without_the_fault_is_no_sign_of_it():
-    own = replace(OWN, operator=_operator(ratio=2.3))
-    assert found_at("operator", _fault(operator=_operator(ratio=2.3)), OWN, ALPHA, POLICY)
-    assert not found_at("operator", _fault(operator=_operator(ratio=2.3)), own, ALPHA, POLICY)
-    both = _fault(operator=_operator(ratio=2.3, gain=5e-3))
-    assert found_at("operator", both, own, ALPHA, POLICY)
-
-
-@pytest.mark.parametrize(
-    ("figures", "found"),
-    [
-        (_gradient((20.0, 21.0, 19.0), 0.0, 0.1), True),
-        (_gradient((1.0,) * 24, 0.04, 0.005), True),
-        (_gradient((1.0,) * 24, 0.02, 0.01), False),
-        (_gradient((1.0, 3.0, 2.5), 0.5, 0.5), False),
-        (_gradient((1.0, math.nan, 1.0), math.nan, math.nan), True),
-        (_gradient((1.0, math.inf, 1.0), math.nan, math.nan), True),
-        (_gradient((1.0,) * 24, math.inf, 0.1), True),
-        (_gradient((1.0,) * 24, math.inf, math.inf), False),
-        (_gradient((1.0,) * 24, 0.04, 0.0), False),
-        ({}, False),
-    ],
-)
-def test_a_fault_is_found_in_the_gradient_by_its_ratio_or_by_what_repeats(figures, found):
-    fault = _fault(levels=("gradient",), **figures)
-    assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
-
-
-FAR = _gradient((20.0, 21.0, 19.0), 0.9, 0.01)
-
-
-@pytest.mark.parametrize(
-    ("own", "figures", "found"),
-    [
-        # each figure, beyond its limit without the fault too, leaves the other one
-        (_own((3.0, 3.1, 2.9)), {}, True),
-        (_own((3.0, 3.1, 2.9)), {"share": 0.0}, False),
-        (_own((2.6, 3.5, 3.0)), {"share": 0.0}, False),
-        (_own((1.0,) * 3, 0.05, 0.01), {}, True),
-        (_own((1.0,) * 3, 0.05, 0.01), {"ratios": (1.0, 1.1, 0.9)}, False),
-        (_own((3.0, 3.1, 2.9), 0.05, 0.01), {}, False),
-        # its own doubt is no finding: a share of 0.02 with a standard error of 0.01 may be none
-        (_own((1.0,) * 3, 0.02, 0.01), {"ratios": (1.0, 1.1, 0.9)}, True),
-        (_own((1.0, 9.0, 1.0)), {"share": 0.0}, True),
-        # one that is exact is within each limit
-        (_own((0.0,) * 3, 0.0, 0.0), {"share": 0.0}, True),
-        (_own((0.0, 1.0, 0.5)), {"share": 0.0}, True),
-        (_own((1.0, math.nan, 1.0), math.nan, math.nan), {}, False),
-        (_own((1.0, math.inf, 1.0)), {"share": 0.0}, False),
-        (_own((), math.nan, math.nan), {}, False),
-    ],
-    ids=str,
-)
-def test_a_figure_of_the_gradient_that_is_beyond_without_the_fault_shows_nothing(
-    own, figures, found
-):
-    fault = _fault(levels=("gradient",), **FAR | figures | own)
-    assert found_at("gradient", fault, OWN, ALPHA, POLICY) is found
-    assert is_settled(POLICY, fault) is found
-
-
-def test_a_fault_of_which_nothing_can_be_seen_is_not_looked_at_for_ever():
-    hidden = _own((3.0, 3.1, 2.9), 0.05, 0.01)
-    for looks, settled in ((12, False), (24, True), (48, True)):
-        fault = _fault(levels=("gradient",), **_gradient((3.0, 3.1) * (looks // 2), 0.05) | hidden)
-        assert is_settled(POLICY, fault) is settled
-        half = replace(fault, own_share=0.0, share=0.015, share_se=0.01)
-        assert not is_settled(POLICY, half), "the share may still show it"
-
-
-@pytest.mark.parametrize("layers", [3, 12])
-def test_at_the_least_error_rate_that_a_study_may_have_a_gain_and_a_bias_are_found(layers):
-    """P-values are simulated: with fewer draws, or a smaller rate, none could be."""
-    policy = PolicyConfig(alpha=LEAST_ALPHA)
-    for figures in ({"gain": 5e-3}, {"bias": 0.1}):
-        fault = _fault(operator=_operator(count=3 * layers, **figures))
-        assert found_at("operator", fault, OWN, look_alpha(LEAST_ALPHA), policy), figures
-
-
-def test_where_the_candidates_own_figures_are_lacking_nothing_is_found():
-    fault, none = _fault(operator=_operator(gain=5e-3)), replace(OWN, operator={})
-    assert found_at("operator", fault, OWN, ALPHA, POLICY)
-    assert not found_at("operator", fault, none, ALPHA, POLICY)
-
-
-def test_each_stage_at_which_a_fault_is_tried_has_its_part_of_the_error_rate():
-    """Of a share that is surely beyond at a twelfth of one look's error rate, and just not."""
-    from scipy.stats import t
-
-    tries = 2 * len(STAGES)
-    assert tries == 12
-    for part, is_found in ((1.02, True), (0.98, False)):
-        for looks in (3, 24, 96):
-            far = t.isf(ALPHA / tries / part, looks - 1)
-            share = POLICY.max_share + 1e-3 * far
-            figures = _gradient((1.0,) * looks, share, 1e-3)
-            fault = _fault(levels=("gradient",), **figures)
-            assert found_at("gradient", fault, OWN, ALPHA, POLICY) is is_found
-
-
-@pytest.mark.parametrize(
-    ("figures", "settled"),
-    [
-        (_gradient(_around(2.2, 0.3, 24), 0.026, 0.0155), False),
-        (_gradient(_around(2.2, 0.3, 24), 0.09, 0.0155), True),
-        (_gradient(_around(1.1, 0.2, 24), 0.026, 0.0155), False),
-        (_gradient(_around(1.1, 0.2, 24), 0.0, 0.001), True),
-        # a share that is surely small settles nothing while the ratio may be beyond
-        (_gradient(_around(1.9, 0.3, 24), 0.0, 0.001), False),
-        # at the error rate of one look, 0.014, this would be surely within
-        (_gradient(_around(1.1, 0.2, 24), 0.0, 0.0040), False),
-        (_gradient((1.0, 1.1)), False),
-        ({}, False),
-    ],
-    ids=str,
-)
-def test_more_looks_are_taken_while_a_fault_is_neither_found_nor_surely_missed(figures, settled):
-    assert is_settled(POLICY, _fault(levels=("gradient",), **figures)) is settled
-
 
 BROKEN = {
     "attention.implementation": ["baseline", "flash"],
     "attention.fault": ["", "out_gain_1pct"],
 }
 PARENTS = {"snapshots/step-00000020.safetensors": "a" * 64}
-GRADIENT = _gradient((20.0, 21.0, 19.0), 0.0, 0.1)
+GRADIENT = gradient_of((20.0, 21.0, 19.0), 0.0, 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +52,10 @@ def study(written, tmp_path):
 def _planted(**instead):
     """A record's faults, each of the table, all found but those given `instead`; None: left out."""
     found = {
-        name: _fault(
+        name: a_fault(
             name,
             tuple(level for level in levels if level != "training"),
-            operator=_operator(gain=5e-3),
+            operator=operator_of(gain=5e-3),
             **(GRADIENT if "gradient" in levels else {}),
         )
         for name, levels in FAULT_LEVELS.items()
@@ -284,7 +100,7 @@ def _assay(study, faults=None, *, arm="flash_fa2", sources=None, **recorded):
     return arm_assay(found, found.arm("flash_fa2"), POLICY)
 
 
-MISSED = _fault("dk_gain", operator=_operator())
+MISSED = a_fault("dk_gain", operator=operator_of())
 
 
 def test_an_arm_is_seen_clearly_where_every_fault_is_found(study):
@@ -301,11 +117,11 @@ def test_an_arm_is_seen_clearly_where_every_fault_is_found(study):
 def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(study):
     """And that limit does find it: with a wider one it is not surely beyond."""
     ratios = tuple(2.2 * math.exp(0.3 * math.sin(5.0 * i)) for i in range(24))
-    near = _fault(
+    near = a_fault(
         "dv_gain",
         ("operator", "gradient"),
-        operator=_operator(gain=5e-3),
-        **_gradient(ratios, 0.026, 0.0155),
+        operator=operator_of(gain=5e-3),
+        **gradient_of(ratios, 0.026, 0.0155),
     )
     blind = _assay(study, _planted(dv_gain=near))
     assert blind.missed == ["dv_gain in the gradient"]
@@ -324,9 +140,9 @@ def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(stu
     small = replace(near, ratios=tuple(x / 2.5 for x in ratios))
     assert "in its policy would find it" not in _assay(study, _planted(dv_gain=small)).sentence
     # nor is one at which the candidate itself would not hold
-    own = replace(near, **_own((1.9, 1.91, 1.89)))
+    own = replace(near, **own_of((1.9, 1.91, 1.89)))
     assert "in its policy would find it" not in _assay(study, _planted(dv_gain=own)).sentence
-    own = replace(near, **_own((3.0, 3.1, 2.9)))
+    own = replace(near, **own_of((3.0, 3.1, 2.9)))
     assert _assay(study, _planted(dv_gain=own)).sentence.endswith(
         "do not change, and the candidate without it is beyond a limit there itself"
     )
@@ -337,9 +153,9 @@ def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(stu
     [
         ((), "scale_gain, dq_gain"),
         (_planted(bias_tenth_ulp=None), "planted on it: bias_tenth_ulp is lacking"),
-        (_planted(dk_gain=_fault("dk_gain", ())), "planted on it: dk_gain is lacking"),
+        (_planted(dk_gain=a_fault("dk_gain", ())), "planted on it: dk_gain is lacking"),
         (
-            _planted(out_gain=_fault("out_gain", operator=_operator(gain=5e-3))),
+            _planted(out_gain=a_fault("out_gain", operator=operator_of(gain=5e-3))),
             "planted on it: out_gain is lacking",
         ),
     ],
@@ -398,7 +214,7 @@ def test_at_fp64_the_operator_alone_is_asked(study):
     assert _assay(study, at_operator).state == "not measured", "in BF16 it lacks the gradient"
     blind = _assay(
         study,
-        (*at_operator[:-1], replace(at_operator[-1], operator=_operator())),
+        (*at_operator[:-1], replace(at_operator[-1], operator=operator_of())),
         precision="64-true",
     )
     assert blind.missed == ["causal_leak at the operator"]
@@ -500,7 +316,7 @@ def test_what_is_another_in_each_seed_is_no_source_of_its_attention(name):
 
 
 def test_a_record_is_read_as_it_was_written(study):
-    fault = _fault(ratios=(float("inf"), 2.0), share=float("nan"))
+    fault = a_fault(ratios=(float("inf"), 2.0), share=float("nan"))
     _assay(study, (fault,))
     record = read_assay(study, "flash_fa2")
     (read,) = record.faults
