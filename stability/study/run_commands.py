@@ -154,7 +154,7 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
 
 
 def planned_gaps(study: CommandStudy, runs: Sequence[ForeignRun]) -> list[str]:
-    """Return what `runs`, of `plan_commands`, lack for a PASS, as `plan_gaps`; writes nothing."""
+    """Return what `runs`, of `plan_commands`, lack for a PASS, as `plan_gaps`; keeps nothing."""
     with TemporaryDirectory(prefix="stability-gaps-") as folder:
         write_sealed(StudyPaths(Path(folder)).study, _content(study, runs))
         return _gaps(Path(folder), _first_seed(runs))
