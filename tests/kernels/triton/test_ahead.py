@@ -67,6 +67,7 @@ def test_arguments_have_the_types_of_a_launch(launches, name, dtype):
     ]
     for kernel, given, _ in launches:
         signature, *_ = signature_of(kernel, numerics, dtype, mask)
+        assert len(given) == len(kernel.params) - 1, "all but the constants"
         for (parameter, kind), value in zip(signature.items(), given, strict=False):
             if not parameter.endswith("strides"):
                 expected = tuple(kind) if isinstance(kind, tuple) else kind
