@@ -53,14 +53,15 @@ class SilentObserver:
 
     def __init__(self) -> None:
         self.ended: list[tuple[str, int, str, str]] = []
-        self.losses: list[float] = []
+        self.losses: list[float | None] = []
+        self.assays: list[tuple[str, int, int, str]] = []
         self.notes: list[str] = []
         self.study_notes: list[str] = []
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Ignore."""
 
-    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Remember the loss."""
         self.losses.append(loss)
 
@@ -75,6 +76,10 @@ class SilentObserver:
     def study_noted(self, text: str) -> None:
         """Remember what is done beside training."""
         self.study_notes.append(text)
+
+    def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
+        """Remember how far the planting of faults has come."""
+        self.assays.append((arm, done, most, what))
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Remember how it ended."""

@@ -15,8 +15,8 @@ class StudyObserver(Protocol):
         """Run `index` of `total` (from 1) starts, or resumes, towards `steps`."""
         ...
 
-    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
-        """A run has made `step` updates; `loss` is its last training loss."""
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
+        """A run has made `step` updates; `loss` is its last training loss, None if not seen."""
         ...
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
@@ -29,6 +29,10 @@ class StudyObserver(Protocol):
 
     def study_noted(self, text: str) -> None:
         """What is done while no run trains, and may take a while."""
+        ...
+
+    def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
+        """Known faults are planted on a candidate: `done` of at most so many `what` are made."""
         ...
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:

@@ -32,6 +32,7 @@ from stability.records.assay import STAGES, FaultRecord
 __all__ = [
     "FEW",
     "MOST",
+    "Advanced",
     "FaultLook",
     "IsSettled",
     "Plant",
@@ -54,6 +55,10 @@ Plant = Callable[[Attention], Attention]
 
 IsSettled = Callable[[FaultRecord], bool]
 """Whether more looks at the gradient would change nothing: given a fault's figures so far."""
+
+
+Advanced = Callable[[int, int, int], None]
+"""Told how many looks were taken, how many there are at most, and how many faults are open."""
 
 
 class TakePlanted(Protocol):
@@ -97,18 +102,20 @@ def plant_faults(
     due: Mapping[str, tuple[str, ...]],
     baseline: Attention,
     is_settled: IsSettled,
+    advanced: Advanced,
 ) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
     """Return the candidate's figures without a fault, and those of each fault.
 
     `looks` are of different batches or weights (`distinct_looks`). `due` are the faults by name
     with their levels. `baseline` is what the candidate stands beside. `is_settled` is asked of each
-    fault that is planted in the gradient after each of STAGES. ValueError without a look.
+    fault that is planted in the gradient after each of STAGES; `advanced` is told of each look
+    there. ValueError without a look.
     """
     if not looks:
         raise ValueError("faults are planted on batches: the model was given none as a whole")
     operator = _operator(looks[:FEW], ["", *due], baseline)
     asked = [name for name, levels in due.items() if "gradient" in levels]
-    in_gradient = _in_gradient(looks, asked, is_settled)
+    in_gradient = _in_gradient(looks, asked, is_settled, advanced)
     own = FaultRecord(name="", what="no fault", levels=(), operator=operator[""])
     return own, tuple(
         FaultRecord(
@@ -219,7 +226,10 @@ class _Errors:
 
 
 def _in_gradient(
-    looks: Sequence[FaultLook], names: Sequence[str], is_settled: IsSettled
+    looks: Sequence[FaultLook],
+    names: Sequence[str],
+    is_settled: IsSettled,
+    advanced: Advanced,
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of each fault on the gradient, look by look as long as one is open."""
     own, errors = _Errors(), {name: _Errors() for name in names}
@@ -237,6 +247,7 @@ def _in_gradient(
         if number in STAGES or number == len(looks):
             found |= {name: _figures(errors[name], own) for name in is_open}
             is_open = [name for name in is_open if not is_settled(_so_far(name, found[name]))]
+        advanced(number, len(looks), len(is_open))
     return found
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -25,6 +25,7 @@ __all__ = ["Asked", "Launched", "environment_of", "launch"]
 
 _STARTUP = Path(__file__).parent / "inside" / "startup"
 _KEPT_LINES = 100
+_LOOK_S = 1.0
 _KEPT_CHARACTERS = 2000
 """Of a line: a progress bar is one line of megabytes."""
 _BAR = re.compile(r"[^|]*\d+%\|")
@@ -122,11 +123,12 @@ def launch(
     *,
     folder: Path | None = None,
     output: Path | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Launched:
     """Run a command to its end, in `folder`, its output beside this one's or in the file `output`.
 
-    KeyboardInterrupt, once the command has ended, if the user or a scheduler interrupts.
-    ValueError if there is no such command.
+    `meanwhile` is called about every second while it runs. KeyboardInterrupt, once the command has
+    ended, if the user or a scheduler interrupts. ValueError if there is no such command.
     """
     try:
         process = subprocess.Popen(
@@ -147,7 +149,12 @@ def launch(
         passed = stack.enter_context(_passing_signals(process))
         reader.start()
         try:
-            code = process.wait()
+            while True:
+                try:
+                    code = process.wait(_LOOK_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    meanwhile()
         except KeyboardInterrupt:
             # the terminal has sent it to the command too, which may save something first
             process.wait()

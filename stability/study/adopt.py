@@ -34,9 +34,10 @@ from stability.records.weight_files import (
     open_weights,
     tied_names,
 )
-from stability.study.foreign import measure_study, write_study, writing
+from stability.study.foreign import measure_study, writing
 from stability.study.foreign_checks import check_final
 from stability.study.foreign_plan import ForeignRun, check_free, given_role
+from stability.study.recorded_plan import write_study
 from stability.study.run import locked
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from stability.records.identity import environment
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import read_run_snapshot, snapshot_of
-from stability.study.assays import Assayed, parents_of, steps_of, update
+from stability.study.assays import Assayed, looks_at, parents_of, steps_of, update
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.fresh_process import call_alone
 from stability.study.model_gradients import ModelGradients, attention_rounding, attentions_of_arm
@@ -95,7 +95,9 @@ def assay_whole_run(
     if gone and touches(run.arm.diff, ("attention",)):
         call(_sources_now, run)  # with other sources it would be trained for nothing
         weights = retrain(run.paths, f"its snapshot of step {gone[0]}", observer, isolated=isolated)
-    return call(assay_run, run, policy, weights)
+    if isolated:
+        return call_alone(assay_run, run, policy, weights, observer=observer)
+    return assay_run(run, policy, weights, observer)
 
 
 def _call_here(function: Callable[..., Any], *args: Any) -> Any:
@@ -103,13 +105,16 @@ def _call_here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def assay_run(
-    run: Run, policy: PolicyConfig, weights: RunPaths | None = None
+    run: Run,
+    policy: PolicyConfig,
+    weights: RunPaths | None = None,
+    observer: StudyObserver | None = None,
 ) -> AssayRecord | None:
     """Return what each planted fault shows on the candidate of `run`; None if it is no attention.
 
-    Snapshots are read from `weights`, the same run trained anew, if that is given. ValueError for a
-    run without snapshots of trained weights, a damaged one, and one that was trained with other
-    sources than those that would be measured now.
+    Snapshots are read from `weights`, the same run trained anew, if that is given; `observer` is
+    told of each look. ValueError for a run without snapshots of trained weights, a damaged one, and
+    one that was trained with other sources than those that would be measured now.
     """
     device = resolve_device(run.config)
     gradients = attentions_of_arm(run.config, device)
@@ -124,6 +129,11 @@ def assay_run(
         faults_due(run.config.precision),
         gradients.baseline[0],
         partial(is_settled, policy),
+        lambda done, most, faults: (
+            observer.assay_advanced(run.arm.name, done, most, looks_at(faults))
+            if observer
+            else None
+        ),
     )
     return AssayRecord(
         arm=run.arm.name,

@@ -26,7 +26,7 @@ from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, snapshot_of
 from stability.records.sealed_json import file_checksum
 
-__all__ = ["Assayed", "failed_arms", "parents_of", "steps_of", "update"]
+__all__ = ["Assayed", "failed_arms", "looks_at", "parents_of", "steps_of", "update"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +98,11 @@ def steps_of(paths: RunPaths) -> list[int]:
         if name.startswith(f"{paths.name_of(paths.snapshots_dir)}/"):
             first.setdefault(sha256, int(Path(name).stem.removeprefix("step-")))
     return [step for step in sorted(first.values()) if step > 0][-FEW:]
+
+
+def looks_at(faults: int) -> str:
+    """Return what is counted while so many faults are planted, for a display."""
+    return f"looks, {faults} fault{'s' if faults != 1 else ''} open"
 
 
 def parents_of(paths: RunPaths) -> dict[str, str]:

@@ -23,6 +23,7 @@ from stability.config.masking import masked_words, without_secrets
 from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.launched import GivenCommand, launch_record
 from stability.recorder.probed import write_probed
+from stability.recorder.spool_tail import telling_updates
 from stability.recorder.spooled import Spooled, dead_rank, read_spool, read_state
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
 from stability.recorder.writer import Baseline, RunWriter, stopped
@@ -30,10 +31,9 @@ from stability.records.identity import environment_outside, hash_environment
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import BATCH_INPUTS, BATCH_LABELS, BATCH_ORDER
-from stability.records.paths import StudyPaths, list_runs, snapshot_steps
+from stability.records.paths import list_runs, snapshot_steps
 from stability.records.protocol import protocol_hash
 from stability.records.run_files import RunFiles
-from stability.records.sealed_json import read_sealed, write_sealed
 from stability.records.snapshots import hash_state
 from stability.study.constants import find_constants, moved_constants, without
 from stability.study.distances import update_distances
@@ -55,6 +55,7 @@ from stability.study.given_start import (
     start_variables,
 )
 from stability.study.late_start import checkpoint_entry
+from stability.study.recorded_plan import write_study
 from stability.study.rerun_notes import rerun_notes
 from stability.study.run import locked
 from stability.study.window import freeze_window
@@ -69,9 +70,12 @@ __all__ = [
     "record_command",
     "spool_below",
     "variables_of",
-    "write_study",
     "writing",
 ]
+
+
+Advanced = Callable[[int, float | None], None]
+"""Told how many updates a run has made, and of the last one's loss if it was seen."""
 
 
 class RunFailedError(RuntimeError):
@@ -160,22 +164,28 @@ def record_command(
     folder: Path | None = None,
     output: Path | None = None,
     check_observer: bool = False,
+    advanced: Advanced | None = None,
 ) -> Manifest:
     """Run the command, record what it trains, and return the final manifest.
 
     It runs in `folder`, here by default, and its output goes to the file `output`, or to ours. With
-    `check_observer` it runs a second time, unobserved, and must end in the same bits.
+    `check_observer` it runs a second time, unobserved, and must end in the same bits. `advanced` is
+    told of its updates while it runs.
     RunFailedError, one sentence, if what came of it does not count: the manifest says why.
     KeyboardInterrupt if the user interrupts. RunConflictError if another process records the run.
     """
-    with commanded(run, folder=folder, output=output) as (record, command):
+    with commanded(run, folder=folder, output=output, advanced=advanced) as (record, command):
         manifest = record.write(command)
         return _checked(record, command, output) if check_observer else manifest
 
 
 @contextmanager
 def commanded(
-    run: ForeignRun, *, folder: Path | None = None, output: Path | None = None
+    run: ForeignRun,
+    *,
+    folder: Path | None = None,
+    output: Path | None = None,
+    advanced: Advanced | None = None,
 ) -> Iterator[tuple[OpenRun, GivenCommand]]:
     """Run the command as `record_command`, and give what it has left before that is recorded."""
     values = {"seed": run.seed, "arm": run.arm, "out": run.paths.root.resolve()}
@@ -187,7 +197,9 @@ def commanded(
         command = GivenCommand(run.words, words, values, variables)
         command.begin(folder)
         try:
-            launched = launch(words, {**variables, **spool}, folder=folder, output=output)
+            look = telling_updates(record.spool, advanced or (lambda step, loss: None))
+            given = {**variables, **spool}
+            launched = launch(words, given, folder=folder, output=output, meanwhile=look)
         except ValueError as error:
             record.failed(str(error))
             raise
@@ -440,44 +452,6 @@ def died(launched: Launched, spool: Path) -> str:
     said = [dead_rank(spool, launched.last_lines), " | ".join(launched.last_words)]
     how = "; ".join(each for each in said if each) or "it printed nothing"
     return f"the command ended with exit code {launched.code}: {how}"
-
-
-def write_study(run: ForeignRun, config: Mapping[str, Any]) -> None:
-    """Add the run's arm and seed to the study's plan."""
-    path = StudyPaths(run.folder).study
-    if path.exists():
-        content = read_sealed(path, "`stability record`")
-    else:
-        content = {"config": _study_config(run, config), "arms": []}
-    seeds = content["config"]["seeds"]
-    if run.seed not in seeds:
-        content["config"]["seeds"] = [*seeds, run.seed]
-    if run.question:
-        content["config"]["question"] = run.question
-    entry = {
-        "name": run.arm,
-        "axis": run.axis,
-        "diff": {name: list(values) for name, values in run.diff.items()},
-        "role": run.role,
-        "until": config["train"]["steps"],
-    }
-    others = [arm for arm in content["arms"] if arm["name"] != run.arm]
-    names = [arm["name"] for arm in content["arms"]]
-    place = names.index(run.arm) if run.arm in names else len(others)
-    content["arms"] = [*others[:place], entry, *others[place:]]
-    write_sealed(path, content)
-
-
-def _study_config(run: ForeignRun, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": run.study,
-        "question": run.question or f"Does what differs in {run.study} matter?",
-        "base": dict(config),
-        "seeds": [],
-        "yardstick": "",
-        "early_step": 0,
-        "policy": dict(run.policy),
-    }
 
 
 def measure_study(run: ForeignRun) -> list[str]:

@@ -22,13 +22,14 @@ from stability.config.convert import to_dict
 from stability.config.study import PolicyConfig
 from stability.probe.planted_faults import MOST
 from stability.recorder.launch import environment_of, launch
+from stability.recorder.spool_tail import SpoolTail
 from stability.recorder.spooled import Spooled, read_spool
 from stability.recorder.writer import running_hashes
 from stability.records.assay import AssayRecord, FaultRecord, fault_of, sources_of, unplanted
 from stability.records.manifest import Manifest, read_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
-from stability.study.assays import Assayed, parents_of, steps_of, update
+from stability.study.assays import Assayed, looks_at, parents_of, steps_of, update
 from stability.study.foreign import died, spool_below, variables_of
 from stability.study.foreign_plan import ForeignRun
 from stability.study.given_start import start_variables
@@ -38,6 +39,9 @@ __all__ = ["assay_commands", "assay_recorded"]
 
 _PLANTING = "stability.study.planting"
 """What the script's process loads; by name, since it needs torch, and this one does not."""
+
+Advanced = Callable[[str, int, int, str], None]
+"""Told of an arm how many of at most so many updates, or looks, are made."""
 
 FIRST_LOOKS = 24
 """Looks that settle most faults; MOST of them would have every script run four times as long."""
@@ -49,10 +53,12 @@ def assay_commands(
     policy: PolicyConfig,
     note: Callable[[str, int, str], None],
     tell: Callable[[str], None],
+    advanced: Advanced = lambda arm, done, most, what: None,
 ) -> list[AssayRecord]:
     """Assay each candidate of `runs` that needs it, as `assays.update`.
 
-    `runs` are of one seed, the study's first. `folders` says where an arm's command runs.
+    `runs` are of one seed, the study's first. `folders` says where an arm's command runs, and
+    `advanced` is told how far it is.
     """
     assayed = [
         Assayed(
@@ -60,7 +66,7 @@ def assay_commands(
             role=run.role,
             seed=run.seed,
             paths=run.paths,
-            measure=partial(_assay, run, folders[run.arm], tell),
+            measure=partial(_assay, run, folders[run.arm], tell, partial(advanced, run.arm)),
             cost=f": its command runs again, for up to {FIRST_LOOKS} updates",
         )
         for run in runs
@@ -80,11 +86,15 @@ def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:
 
 
 def _assay(
-    run: ForeignRun, folder: Path | None, tell: Callable[[str], None], policy: PolicyConfig
+    run: ForeignRun,
+    folder: Path | None,
+    tell: Callable[[str], None],
+    advanced: Callable[[int, int, str], None],
+    policy: PolicyConfig,
 ) -> AssayRecord:
     """Return what each planted fault shows on the candidate of `run`, or why none was planted."""
     manifest = read_manifest(run.paths.manifest)
-    plant = partial(_planted, run, manifest, folder, policy)
+    plant = partial(_planted, run, manifest, folder, policy, advanced)
     try:
         own, faults = plant(list(faults_due("")), FIRST_LOOKS)
     except (ValueError, OSError) as error:
@@ -144,6 +154,7 @@ def _planted(
     manifest: Manifest,
     folder: Path | None,
     policy: PolicyConfig,
+    advanced: Callable[[int, int, str], None],
     names: Sequence[str],
     looks: int,
 ) -> tuple[FaultRecord, tuple[FaultRecord, ...]]:
@@ -177,7 +188,12 @@ def _planted(
             "STABILITY_SPOOL": str(spool),
         }
         words = [filled_in(word, values) for word in run.words]
-        launched = launch(words, variables, folder=folder, output=spool / "output.txt")
+        launched = launch(
+            *(words, variables),
+            folder=folder,
+            output=spool / "output.txt",
+            meanwhile=partial(_tell_of_newest, SpoolTail(spool), updates, advanced),
+        )
         if launched.code:
             raise ValueError(died(launched, spool))
         spooled = read_spool(spool)
@@ -185,6 +201,19 @@ def _planted(
     if not spooled.assay:
         raise ValueError("the command ended without a word on the faults")
     return _told(spooled.assay, names)
+
+
+def _tell_of_newest(
+    tail: SpoolTail, updates: int, advanced: Callable[[int, int, str], None]
+) -> None:
+    """Tell of the newest look, or update, that came into the spool since the last call."""
+    for line in reversed(tail.new_lines()):
+        if line["kind"] == "planted":
+            advanced(line["done"], line["most"], looks_at(line["faults"]))
+            return
+        if line["kind"] == "update":
+            advanced(line["step"], updates, "updates")
+            return
 
 
 def _told(

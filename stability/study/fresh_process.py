@@ -116,7 +116,7 @@ class Relay:
         """Send it."""
         self._send("run_started", index, total, arm, seed, steps)
 
-    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Send it."""
         self._send("run_advanced", arm, seed, step, loss)
 
@@ -131,6 +131,10 @@ class Relay:
     def study_noted(self, text: str) -> None:
         """Send it."""
         self._send("study_noted", text)
+
+    def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
+        """Send it."""
+        self._send("assay_advanced", arm, done, most, what)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Send it."""

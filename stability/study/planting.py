@@ -101,7 +101,11 @@ class Instrument(instrument.Instrument):
             {name: due[name] for name in self._asked["faults"]},
             partial(attend_by, self._sdpa),
             lambda fault: fault.share_looks > after and is_settled(policy, fault),
+            self._told,
         )
+
+    def _told(self, done: int, most: int, faults: int) -> None:
+        self._write({"kind": "planted", "done": done, "most": most, "faults": faults})
 
     def _gradient(
         self,

@@ -6,6 +6,7 @@ Seeds are the outer loop, and in each the baseline comes first and the controls 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -121,7 +122,14 @@ def run_commands(
     freeze_window(folder.root)
     first = [run for run in runs if run.seed == study.seeds[0]]
     if any(run.role == "broken" for run in first):
-        assay_commands(first, folders, study.policy, observer.run_noted, observer.study_noted)
+        assay_commands(
+            first,
+            folders,
+            study.policy,
+            observer.run_noted,
+            observer.study_noted,
+            observer.assay_advanced,
+        )
     return runs
 
 
@@ -271,7 +279,11 @@ def record_planned(
     """Run and record one; return its state and what there is to say of it."""
     try:
         manifest = record_command(
-            run, folder=folder, output=run.paths.output, check_observer=check_observer
+            run,
+            folder=folder,
+            output=run.paths.output,
+            check_observer=check_observer,
+            advanced=partial(observer.run_advanced, run.arm, run.seed),
         )
     except RunFailedError as error:
         return "failed", f"{error}; what it printed is in {run.paths.output}"

@@ -246,9 +246,7 @@ class Training:
     def told_held_out(self, loss: float, tensors: List[Tensor]) -> None:
         """Take a held-out loss of the weights as they are now, and what it was computed on."""
         value, samples, _ = hash_batch(tensors) if tensors else (None, 1, None)
-        self._measured.append(held_out_line(self.step_now, loss, value, samples))
-        if self.has_ended:
-            self._flush()
+        self.measured(held_out_line(self.step_now, loss, value, samples))
 
     def back_propagated(self, loss: Optional[Tensor], doubt: str = "") -> None:
         """Tell of the loss that gradients are computed of, not scaled; of None there is a doubt."""
@@ -486,8 +484,10 @@ class Training:
             self.looks_away = before
 
     def measured(self, line: Dict[str, Any]) -> None:
-        """Take what an instrument has measured."""
+        """Take what an instrument has measured; after the end, which may take long, write it."""
         self._measured.append(line)
+        if self.has_ended:
+            self._flush()
 
     def _flush(self) -> None:
         lines, self._lines = self._lines, []

@@ -38,7 +38,7 @@ class _Training:
     steps: int
     started: float
     step: int = 0
-    loss: float = float("nan")
+    loss: float | None = None
     before: float = 0.0
     """Steps that it had made before, of a run that goes on from a checkpoint."""
     first: tuple[int, float] | None = None
@@ -54,6 +54,18 @@ class _Training:
         if step > at and now > then:
             pace = (step - at) / (now - then)
             self.before = max(0.0, at - pace * (then - self.started))
+
+
+@dataclass(slots=True)
+class _Assay:
+    """Faults that are planted on a candidate."""
+
+    of: tuple[str, str]
+    """The arm, and what is counted: updates of its command, then looks."""
+    bar: TaskID
+    started: float
+    done: int = 0
+    most: int = 0
 
 
 class _Words(ProgressColumn):
@@ -110,6 +122,7 @@ class StudyDisplay:
         self._noted: dict[str, list[str]] = {}
         """The runs of which each note was said, each once."""
         self._runs: dict[tuple[str, int], _Training] = {}
+        self._assay: _Assay | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -121,6 +134,7 @@ class StudyDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._remove_assay()
         self._say_whose_notes_hold()
         self._progress.stop()
 
@@ -131,12 +145,12 @@ class StudyDisplay:
         if self._begun is None:
             self._begun = time.monotonic()
 
-    def run_advanced(self, arm: str, seed: int, step: int, loss: float) -> None:
+    def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Move the run's bar and the study's."""
         run = self._runs[arm, seed]
         run.reach(step, time.monotonic())
         run.loss = loss
-        self._progress.update(run.bar, completed=step, note=f"loss {loss:.3f}")
+        self._progress.update(run.bar, completed=step, note=_loss(loss))
         self._progress.update(self._study, completed=self._reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
@@ -166,6 +180,22 @@ class StudyDisplay:
         """Leave a line above the bars."""
         self.run_noted(arm, seed, text)
 
+    def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
+        """Move the bar of the faults that are planted on a candidate, one bar after another."""
+        kind = what.partition(",")[0]
+        if self._assay is None or self._assay.of != (arm, kind):
+            self._remove_assay()
+            name = readable(f"faults on {arm}")
+            bar = self._progress.add_task(name, total=most, note=what)
+            self._assay = _Assay((arm, kind), bar, time.monotonic())
+        self._assay.done, self._assay.most = done, most
+        self._progress.update(self._assay.bar, completed=done, total=most, note=what)
+
+    def _remove_assay(self) -> None:
+        if self._assay is not None:
+            self._progress.remove_task(self._assay.bar)
+            self._assay = None
+
     def study_noted(self, text: str) -> None:
         """Leave a line above the bars."""
         self._progress.console.print(f"[bold]{'study':>9}[/]  {as_markup(text)}", highlight=False)
@@ -183,7 +213,7 @@ class StudyDisplay:
             self._progress.remove_task(run.bar)
             self._before += run.before / run.steps
             if state == "finished":
-                note = f"{time.monotonic() - run.started:5.1f} s   loss {run.loss:.3f}"
+                note = f"{time.monotonic() - run.started:5.1f} s   {_loss(run.loss)}"
                 if self._progress.disable and self._done < self._total:
                     note += f"   {self._left_of_study()}"
         colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
@@ -200,6 +230,9 @@ class StudyDisplay:
         if task.id != self._study:
             under_way = tuple(self._runs.values())
             run = next((each for each in under_way if each.bar == task.id), None)
+            assay = self._assay
+            if assay is not None and assay.bar == task.id:  # fewer looks may do
+                return f"left {_time_left(assay.started, assay.done, assay.most)}"
             if run is None:
                 return f"left {UNKNOWN}"
             return f"left {_time_left(run.started, run.step - run.before, run.steps - run.before)}"
@@ -209,6 +242,10 @@ class StudyDisplay:
         under_way = tuple(self._runs.values())
         spared = self._kept + self._before + sum(each.before / each.steps for each in under_way)
         return f"left {_time_left(self._begun, self._reached() - spared, self._total - spared)}"
+
+
+def _loss(loss: float | None) -> str:
+    return "loss -" if loss is None else f"loss {loss:.3f}"
 
 
 def _time_left(begun: float | None, made: float, total: float) -> str:

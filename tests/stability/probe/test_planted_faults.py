@@ -101,7 +101,7 @@ def _planted(
     def is_done(fault: FaultRecord) -> bool:
         return is_settled(POLICY, fault) if is_open is None else not is_open(fault.name)
 
-    own, faults = plant_faults(looks, DUE, _sdpa, is_done)
+    own, faults = plant_faults(looks, DUE, _sdpa, is_done, lambda *_: None)
     return own, {fault.name: fault for fault in faults}
 
 
@@ -116,12 +116,15 @@ def test_a_fault_is_looked_at_until_it_is_settled_and_the_candidate_at_the_same_
         asked.append((fault.name, len(fault.ratios), len(fault.own_ratios)))
         return fault.name == "dropped_key" or len(fault.ratios) == 12
 
-    own, faults = plant_faults([_look(seed) for seed in range(30)], DUE, _sdpa, is_done)
+    told: list[tuple[int, int, int]] = []
+    looks_due = [_look(seed) for seed in range(30)]
+    own, faults = plant_faults(looks_due, DUE, _sdpa, is_done, lambda *now: told.append(now))
     looks = {fault.name: fault.share_looks for fault in faults}
     assert looks == {"dq_gain": 12, "bias_tenth_ulp": 12, "dropped_key": 3}
     assert {len(fault.own_ratios) for fault in faults} == {3, 12}
     assert own.ratios == ()
     open_at = {3: set(DUE), 6: {"dq_gain", "bias_tenth_ulp"}, 12: {"dq_gain", "bias_tenth_ulp"}}
+    assert told == [(n, 30, 3 if n < 3 else 2 if n < 12 else 0) for n in range(1, 13)]
     assert set(asked) == {(name, at, at) for at, names in open_at.items() for name in names}
     assert set(open_at) < set(STAGES)
     # its error is rounding: about as large as the baseline's, and shared by no two looks

@@ -173,6 +173,8 @@ def test_a_candidate_whose_weights_were_dropped_is_trained_anew_for_the_same_ass
         folder, runs, study.policy, lambda *note: pytest.fail(str(note)), measure=measure
     )
     assert [record.arm for record in made] == ["fa2"]
+    looks = [done for arm, done, _, what in observer.assays if "open" in what and arm == "fa2"]
+    assert looks == [*range(1, len(looks) + 1)] != []
     assert repr(read_assay(folder, "fa2")) == repr(before)  # a share of few looks is NaN
     assert "its snapshot of step 2 was dropped by the study's keep" in observer.notes[0]
     # the record is that of the study's run, and is made once

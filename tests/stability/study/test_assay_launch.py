@@ -1,5 +1,6 @@
 """How a command is started again to have faults planted in it; what they show is tested beside."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from stability.config.study import PolicyConfig
 from stability.recorder.launch import Asked
+from stability.recorder.spool_tail import SpoolTail
 from stability.study import foreign_assay
 from stability.study.foreign_plan import ForeignRun
 
@@ -44,9 +46,31 @@ def test_a_command_that_runs_again_for_the_assay_logs_no_second_training(
     monkeypatch.setattr(foreign_assay, "launch", launch)
     manifest: Any = SimpleNamespace(step=4)
     with pytest.raises(_StartedError):
-        foreign_assay._planted(run, manifest, None, PolicyConfig(), ["dv_gain"], 24)
+        foreign_assay._planted(
+            *(run, manifest, None, PolicyConfig()), lambda *_: None, ["dv_gain"], 24
+        )
     words, variables = started
     assert variables["WANDB_MODE"] == "disabled"
     assert variables["OTHER"] == "kept"
     assert words[2] == variables["STABILITY_SPOOL"], "what it saves is gone afterwards"
     assert not any(path.name.startswith(".spool") for path in run.paths.root.iterdir())
+
+
+def test_how_far_the_planting_has_come_is_told_as_it_goes(tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    tail, spool = SpoolTail(tmp_path), tmp_path / "rank-0-1.jsonl"
+
+    def write(*lines: dict[str, Any]) -> None:
+        with spool.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+        foreign_assay._tell_of_newest(tail, 24, lambda *given: told.append(given))
+
+    write({"kind": "begin"})
+    write({"kind": "update", "step": 1}, {"kind": "update", "step": 2}, {"kind": "state"})
+    write()
+    write(
+        {"kind": "update", "step": 24},
+        {"kind": "planted", "done": 2, "most": 72, "faults": 2},
+        {"kind": "planted", "done": 3, "most": 72, "faults": 1},
+    )
+    assert told == [(2, 24, "updates"), (3, 72, "looks, 1 fault open")]

@@ -58,9 +58,9 @@ class Command:
         manifest: Any = SimpleNamespace(resolved={}, environment={}, step=self._steps)
         monkeypatch.setattr(foreign_assay, "read_manifest", lambda path: manifest)
         monkeypatch.setattr(foreign_assay, "parents_of", lambda paths: {})
-        monkeypatch.setattr(foreign_assay, "_planted", lambda *given: self.plant(*given[4:]))
+        monkeypatch.setattr(foreign_assay, "_planted", lambda *given: self.plant(*given[5:]))
         run: Any = SimpleNamespace(arm="fa2", seed=0, paths=SimpleNamespace(manifest=None))
-        return foreign_assay._assay(run, None, self.said.append, POLICY)
+        return foreign_assay._assay(run, None, self.said.append, lambda *_: None, POLICY)
 
 
 def _by_name(record: AssayRecord) -> dict[str, FaultRecord]:

@@ -45,6 +45,9 @@ class Interrupting:
     def study_noted(self, *_: object) -> None:
         pass
 
+    def assay_advanced(self, *_: object) -> None:
+        pass
+
     def run_ended(self, *_: object) -> None:
         pass
 

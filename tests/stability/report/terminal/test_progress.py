@@ -147,6 +147,41 @@ def test_after_the_last_run_it_says_that_it_measures(clock):
     assert last_frame(file)[-1].endswith("measures now")
 
 
+def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
+    with StudyDisplay(console, 1) as display:
+        display.run_started(1, 1, "baseline", 0, 10)
+        display.run_ended("baseline", 0, "finished", "")
+        display.assay_advanced("fused_attention", 5, 24, "updates")
+        clock[0] = 10.0
+        display.assay_advanced("fused_attention", 24, 24, "updates")
+        display._progress.refresh()
+        assert "faults on" in last_frame(file)[-1]
+        assert "24/24 updates" in last_frame(file)[-1]
+        display.assay_advanced("fused_attention", 1, 24, "looks, 11 faults open")
+        clock[0] = 13.0
+        display.assay_advanced("fused_attention", 4, 24, "looks, 2 faults open")
+        clock[0] = 14.0
+        display.assay_advanced("fused_attention", 5, 24, "looks, 2 faults open")
+        display._progress.refresh()
+        study, bar = last_frame(file)[-2:]
+        assert study.endswith("measures now")
+        assert "5/24 looks, 2 faults open" in bar
+        assert bar.endswith("left 0:00:15")  # five in 4 s, and at most 19 more
+        assert len(bar) <= 80
+    assert "faults on" not in last_frame(file)[-1], "what is done leaves no bar"
+
+
+def test_a_loss_that_was_not_seen_is_no_number():
+    file = io.StringIO()
+    with StudyDisplay(Console(file=file, width=80), 1) as display:
+        display.run_started(1, 1, "baseline", 0, 10)
+        display.run_advanced("baseline", 0, 10, None)
+        display.run_ended("baseline", 0, "finished", "")
+    assert "s   loss -" in file.getvalue()
+
+
 def test_what_a_run_took_stands_in_a_column(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
