@@ -370,6 +370,8 @@ def _sentence(
     elif count > 1:
         said += f", {three_figures(found.per_seed[worst])} times in the worst, seed {worst}"
     said += "."
+    if warm_up := _warm_up(question):
+        said += f" Step {window.step} lies in the warm-up of {warm_up} updates."
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
         said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
@@ -383,6 +385,15 @@ def _sentence(
         if what == "weights" or question.predictions:
             said += f" By its {what} it {test.sentence}."
     return said + _of_declared(question)
+
+
+def _warm_up(question: _Question) -> int:
+    """Return how many updates the warm-up has that the judged step lies in; 0 outside of one.
+
+    That of a command is not known.
+    """
+    updates = question.study.base.get("optimizer", {}).get("warmup_steps", 0)
+    return int(updates) if question.window.step < updates else 0
 
 
 def _of_declared(question: _Question) -> str:
@@ -464,6 +475,7 @@ def _figures(
         "excess_high": found.high,
         "limit": question.policy.max_excess,
         "step": question.window.step,
+        **({"warm_up": warm_up} if (warm_up := _warm_up(question)) else {}),
         "seeds": len(question.seeds),
         "control_log_excess": question.window.largest_at(question.window.step),
         "excess_predictions": _excess_of_predictions(question),

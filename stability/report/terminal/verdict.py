@@ -27,7 +27,7 @@ from stability.report.view.evidence import (
     Tone,
     evidence_rows,
     headline,
-    judged_step,
+    judged_at,
     legend,
     legend_of,
 )
@@ -65,10 +65,7 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     if said := legend_of(rows):
         console.print(as_text(said, style="dim"))
     again = f"; {verdict.outlook}" if verdict.outlook else ""
-    at = f"judged at the look at {verdict.look} seeds" if verdict.look else "no look yet"
-    if verdict.look and (step := judged_step(verdict)):
-        at += f", training at step {step}"
-    said = f"{at}{again}. `stability verdict` has a sentence for each cell."
+    said = f"{judged_at(verdict)}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))
 
 

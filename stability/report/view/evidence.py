@@ -21,7 +21,7 @@ __all__ = [
     "Tone",
     "evidence_rows",
     "headline",
-    "judged_step",
+    "judged_at",
     "legend",
     "legend_of",
     "verdict_of",
@@ -108,10 +108,17 @@ def legend(text: str) -> str:
     return "\n".join(said for figure, said in _LEGENDS.items() if re.search(figure, text))
 
 
-def judged_step(verdict: StudyVerdict) -> int:
-    """Return the step at which training is judged; 0 where it is not."""
-    steps = (arm.levels["training"].figures.get("step", 0) for arm in verdict.arms)
-    return int(max(steps, default=0))
+def judged_at(verdict: StudyVerdict) -> str:
+    """Return at which look and step a study is judged."""
+    if not verdict.look:
+        return "no look yet"
+    said = f"judged at the look at {verdict.look} seeds"
+    figures = [arm.levels["training"].figures for arm in verdict.arms]
+    if step := int(max((each.get("step", 0) for each in figures), default=0)):
+        said += f", training at step {step}"
+    if warm_up := int(max((each.get("warm_up", 0) for each in figures), default=0)):
+        said += f", in the warm-up of {warm_up} updates"
+    return said
 
 
 def legend_of(rows: Iterable[EvidenceRow]) -> str:

@@ -69,6 +69,15 @@ def test_the_limit_is_the_policys(tmp_path):
     assert _of(study, policy=PolicyConfig(max_excess=1.6)).state == "holds"
 
 
+@pytest.mark.parametrize("warm_up", [0, 20, 21])
+def test_a_step_in_the_warm_up_is_said_to_be(tmp_path, warm_up):
+    base = {"optimizer": {"warmup_steps": warm_up}}
+    found = _of(write_study(tmp_path, parts(candidate=candidate()), base=base))
+    assert found.figures["step"] == 20
+    assert ("lies in the warm-up of 21 updates" in found.text) == (warm_up == 21)
+    assert found.figures.get("warm_up", 0) == (21 if warm_up == 21 else 0)
+
+
 def test_a_candidate_at_the_limit_is_undecided_and_told_how_many_seeds_would_do(tmp_path):
     found = _of(write_study(tmp_path, parts(candidate=candidate(1.095, chaos=0.4)), seeds=3))
     assert found.state == "undecided"

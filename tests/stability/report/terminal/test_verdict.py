@@ -122,7 +122,12 @@ def test_the_step_that_training_is_judged_at_stands_below_the_table():
     assert "training at step" not in printed(plain)
     said = " ".join(printed(replace(plain, arms=tuple(arms))).split())
     assert "judged at the look at 3 seeds, training at step 30" in said
+    assert "warm-up" not in said
     assert "training at step" not in printed(replace(plain, arms=tuple(arms), look=0))
+    early = replace(arms[0].levels["training"], figures={"step": 30.0, "warm_up": 50.0})
+    arms[0] = replace(arms[0], levels={**arms[0].levels, "training": early})
+    said = " ".join(printed(replace(plain, arms=tuple(arms))).split())
+    assert "training at step 30, in the warm-up of 50 updates" in said
 
 
 def test_wandb_gets_a_row_for_each_arm_and_level():
