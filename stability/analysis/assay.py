@@ -254,7 +254,7 @@ def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
 def _loss_beyond(difference: float) -> str:
     """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
     if difference < 0:
-        return f"any loss not {nats(-difference).lstrip('+')} nats better"
+        return f"a loss less than {nats(-difference).lstrip('+')} nats better"
     return f"a loss {nats(difference).lstrip('+')} nats worse"
 
 
