@@ -343,6 +343,8 @@ def test_a_pass_says_which_harms_its_own_intervals_exclude():
     )
     seen = "a gain error of 0.08 % in a layer, {}a mean bias of 0.011 ULP"
     assert said == seen.format("") + ", E 1.04, a loss 0.0031 nats worse"
+    exact = {"training": evidence("training", excess_high=0.0)}
+    assert would_have_shown(exact) == "any E above 0"
     better = {"outcome": evidence("outcome", difference_high=-3.3e-4)}
     assert would_have_shown(better) == "a loss less than 3.3e-4 nats better"
     figures = {"gain_excluded": 8e-4, "head_gain_excluded": 2e-3, "golden_bias_ulp_excluded": 0.011}
