@@ -7,10 +7,10 @@ that were adopted tell no more than they hold. Leaves out what is missing (the l
 
 from typing import Literal
 
-from stability.analysis.study_records import RecordedStudy
+from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import is_adopted, is_command
 
-__all__ = ["StudyKind", "Topic", "advice", "kind_of"]
+__all__ = ["StudyKind", "Topic", "advice", "attention_is_not_its", "kind_of"]
 
 StudyKind = Literal["config", "commands", "recorded", "adopted"]
 Topic = Literal[
@@ -27,8 +27,9 @@ Topic = Literal[
 _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "reference": {
         "config": "add an arm `reference: {role: reference}`",
-        "commands": "add an arm like `reference: {role: reference, flags: {bf16: false}}`, in "
-        "flags of the script's own",
+        "commands": "add an arm one precision higher, like `reference: {role: reference, flags: "
+        "{dtype: fp32}}` beside BF16, in flags of the script's own; with a baseline in FP32 ask "
+        "the other way round, BF16 being the baseline",
         "recorded": "record such an arm with `--role reference`",
         "adopted": "adopt such a series with `--role NAME=reference`",
     },
@@ -77,6 +78,16 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
 def advice(study: RecordedStudy, topic: Topic) -> str:
     """Return what would let it be measured, a clause; empty where nothing would."""
     return _ADVICE[topic].get(kind_of(study), "")
+
+
+def attention_is_not_its(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return why no attention of an arm that names none is looked at, a clause.
+
+    What a flag, variable or commit changes inside of a script is not known.
+    """
+    if kind_of(study) == "config":
+        return f"{arm.name} does not change the attention"
+    return f"{arm.name} names no attention: what it changes is not looked at by itself"
 
 
 def kind_of(study: RecordedStudy) -> StudyKind:

@@ -85,7 +85,7 @@ def arm_assay(study: RecordedStudy, arm: RecordedArm, policy: PolicyConfig) -> A
     if not touches(arm.diff, ("attention",)):
         return ArmAssay(
             state="not applicable",
-            sentence="the arm changes no attention, on which faults could be planted",
+            sentence="the arm names no attention on which faults could be planted",
         )
     try:
         record = read_assay(study.folder, arm.name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stability.analysis.advice import advice
+from stability.analysis.advice import advice, attention_is_not_its
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.looks import Samples, plain_looks
 from stability.analysis.more_looks import more_looks
@@ -62,9 +62,7 @@ def gradient_evidence(
     by stricter rules.
     """
     if not any(path.startswith(_ATTENTION) for path in arm.diff):
-        return silent_level(
-            "gradient", "not applicable", f"{arm.name} does not change the attention"
-        )
+        return silent_level("gradient", "not applicable", attention_is_not_its(study, arm))
     if study.base.get("precision") == "64-true":
         return silent_level(
             "gradient", "not applicable", "at 64-true the golden is no finer than the run"

@@ -19,7 +19,7 @@ from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedS
 from stability.config.schema import BASELINE
 from stability.records.metric_names import EVAL_LOSS, NONFINITE_WEIGHTS, TRAIN_LOSS
 
-__all__ = ["lost_seeds", "what_is_lost"]
+__all__ = ["baseline_lost", "lost_seeds", "what_is_lost", "where_lost"]
 
 LOSSES = {TRAIN_LOSS: "training", EVAL_LOSS: "held-out"}
 
@@ -55,6 +55,23 @@ def what_is_lost(run: RecordedRun) -> str:
     if len(losses) and not np.isfinite(losses[-1]):
         bad.append(_bad_losses(run, TRAIN_LOSS)[-1][1])
     return bad[0] if bad else ""
+
+
+def where_lost(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return where an arm is lost though the baseline of the seed is sound; mostly empty."""
+    found = lost_seeds(study, arm)
+    if not found:
+        return ""
+    seeds = "seed" if len(found) == 1 else "seeds"
+    return f"{seeds} {', '.join(map(str, found))}: {next(iter(found.values()))}"
+
+
+def baseline_lost(study: RecordedStudy, count: int) -> str:
+    """Return where the baseline is lost in the first `count` seeds; mostly empty."""
+    baseline = study.arm(BASELINE)
+    runs = [(seed, baseline.runs[seed]) for seed in study.seeds[:count]] if baseline else []
+    lost = [f"seed {seed}: {said}" for seed, run in runs if (said := what_is_lost(run))]
+    return lost[0] if lost else ""
 
 
 def _bad_steps(run: RecordedRun) -> list[tuple[int, str]]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stability.analysis.advice import advice
+from stability.analysis.advice import advice, attention_is_not_its
 from stability.analysis.evidence import LevelEvidence, silent_level
 from stability.analysis.looks import (
     OperatorLimits,
@@ -64,7 +64,7 @@ def operator_evidence(
         return silent_level(
             "operator",
             "not applicable",
-            f"the arm changes {arm.axis}, and no other operator than attention is measured yet",
+            f"{attention_is_not_its(study, arm)}, and no other operator is measured yet",
             cell="-",
         )
     runs = [run for run in arm.runs.values() if run.metrics]

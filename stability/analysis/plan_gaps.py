@@ -11,6 +11,7 @@ from typing import Any
 from stability.analysis.assay import why_training_is_unshown
 from stability.analysis.gradient_evidence import LOOKS_NEEDED
 from stability.analysis.sequential import LOOKS
+from stability.analysis.study_distances import why_itself
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.training_evidence import missing_controls, why_inapplicable
 from stability.analysis.verdict import judged_candidates
@@ -22,15 +23,19 @@ __all__ = ["plan_gaps"]
 def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a clause for each thing that a PASS of `study` lacks, with what to do about it.
 
-    `configs` are those of the first seed's runs, by arm. Empty for a study that judges no arm.
+    `configs` are those of the first seed's runs, by arm.
     """
+    found: list[str] = []
     try:
         candidates = judged_candidates(study, study.policy)
     except ValueError:
-        return []
-    found = []
-    if any(not why_inapplicable(study, arm) for arm in candidates):
+        candidates = []
+        found.append(
+            "no arm is in question: add one, as `candidate: {flags: {a-flag: its-other-value}}`"
+        )
+    if not candidates or any(not why_inapplicable(study, arm) for arm in candidates):
         found += [": ".join(missing_controls(study))]
+    found += [": ".join(why_itself(study, arm)) for arm in candidates]
     swaps = any(touches(arm.diff, ("attention",)) for arm in candidates)
     if not any(arm.role == "broken" and arm not in candidates for arm in study.arms):
         found.append(

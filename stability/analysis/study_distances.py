@@ -24,6 +24,7 @@ __all__ = [
     "judged_window",
     "reference_of",
     "study_distances",
+    "why_itself",
     "window_problems",
 ]
 
@@ -31,6 +32,22 @@ __all__ = [
 def reference_of(study: RecordedStudy) -> RecordedArm | None:
     """Return the arm that errors are measured from, if the study has one."""
     return next((arm for arm in study.arms if arm.role == "reference"), None)
+
+
+def why_itself(study: RecordedStudy, arm: RecordedArm) -> tuple[str, str] | tuple[()]:
+    """Return that an arm changes what the reference changes, and what to do; empty if it doesn't.
+
+    Its distance from the reference would be 0 whatever the change does.
+    """
+    reference = reference_of(study)
+    if reference is None or arm.diff != reference.diff:
+        return ()
+    return (
+        f"{arm.name} changes what {reference.name}, the reference, changes, and would be measured "
+        "from itself",
+        "put another change in question; how far the baseline is from the reference, the ladder "
+        "tells",
+    )
 
 
 def controls_of(study: RecordedStudy) -> tuple[str, ...]:

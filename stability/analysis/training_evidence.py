@@ -33,6 +33,7 @@ from stability.analysis.study_distances import (
     judged_window,
     reference_of,
     study_distances,
+    why_itself,
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.unseen_harm import what_may_show
@@ -81,6 +82,7 @@ def training_evidence(
         return _silent("not applicable", reason)
     reference = reference_of(study)
     missing = missing_controls(study)
+    missing = missing or why_itself(study, arm)
     if reference is None or missing:
         return _silent("not measured", *missing)
     look = look_at(len(study.seeds))

@@ -26,7 +26,7 @@ from stability.analysis.assay import ArmAssay, arm_assay, would_have_shown
 from stability.analysis.drift_notes import unproven_clause
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, listed, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
-from stability.analysis.lost_runs import lost_seeds, what_is_lost
+from stability.analysis.lost_runs import baseline_lost, where_lost
 from stability.analysis.more_looks import gaining, more_looks, outlook
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
@@ -272,6 +272,9 @@ def _judge(
         }
         assay = assays.get(arm.name) or _no_assay_needed()
         outcome, sentence = _outcome(study, arm, levels, assay, unseen, counts[arm.name])
+        end = levels.get("outcome")
+        if arm.role == "broken" and end is not None and end.state == "holds":
+            sentence += "; its outcome holds, so it does not show that a worse loss is seen"
         verdicts.append(
             ArmVerdict(
                 arm=arm.name,
@@ -315,7 +318,7 @@ def _outcome(
     count: int,
 ) -> tuple[Outcome, str]:
     """Return the outcome of one arm and the reason, which ends a sentence."""
-    if lost := _lost(study, arm):
+    if lost := where_lost(study, arm):
         return "FAIL", f"it is lost where the baseline is sound, {lost}"
     by_state: dict[str, list[Level]] = {
         state: [level for level, evidence in levels.items() if evidence.state == state]
@@ -323,7 +326,7 @@ def _outcome(
     }
     if by_state["harmed"]:
         return "FAIL", f"it is surely harmed at {listed(by_state['harmed'])}"
-    if no_baseline := _baseline_lost(study, look_at(count) or count):
+    if no_baseline := baseline_lost(study, look_at(count) or count):
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     # all at once: what is mended may take a whole training anew
@@ -429,22 +432,6 @@ def _refused(arms: Iterable[RecordedArm]) -> str:
         ),
         "",
     )
-
-
-def _lost(study: RecordedStudy, arm: RecordedArm) -> str:
-    """Return where an arm is lost though the baseline of the seed is sound; mostly empty."""
-    found = lost_seeds(study, arm)
-    if not found:
-        return ""
-    seeds = "seed" if len(found) == 1 else "seeds"
-    return f"{seeds} {', '.join(map(str, found))}: {next(iter(found.values()))}"
-
-
-def _baseline_lost(study: RecordedStudy, count: int) -> str:
-    baseline = study.arm(BASELINE)
-    runs = [(seed, baseline.runs[seed]) for seed in study.seeds[:count]] if baseline else []
-    lost = [f"seed {seed}: {said}" for seed, run in runs if (said := what_is_lost(run))]
-    return lost[0] if lost else ""
 
 
 def _trouble(arms: Sequence[RecordedArm]) -> str:

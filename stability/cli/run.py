@@ -302,12 +302,12 @@ def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
     from stability.report.page.html import write_page
     from stability.report.terminal.ladder import drift_sparks, print_ladder
     from stability.report.terminal.verdict import print_answer
-    from stability.report.view.evidence import verdict_of
+    from stability.report.view.evidence import scope_line, verdict_of
 
     recorded = read_study(folder)
     report = write_page(recorded, folder)
     trouble = publish_study(recorded, folder, wandb)
-    print_answer(recorded.question, verdict_of(recorded), console)
+    print_answer(recorded.question, verdict_of(recorded), console, scope_line(recorded))
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
     print_line(f"\nreport: {report}")
     if trouble:

@@ -71,9 +71,9 @@ def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -
     from stability.report.terminal.ladder import drift_sparks, print_ladder
     from stability.report.terminal.probe import print_found
     from stability.report.terminal.verdict import print_answer
-    from stability.report.view.evidence import verdict_of
+    from stability.report.view.evidence import scope_line, verdict_of
 
-    print_answer(study.question, verdict_of(study), console)
+    print_answer(study.question, verdict_of(study), console, scope_line(study))
     print_ladder(ladder, console, drift_sparks(study, console))
     console.print()
     print_growth(study_growth(study), console)

@@ -5,6 +5,7 @@ when a snapshot is written (`recorder.writer`) and weights from elsewhere (`weig
 """
 
 import hashlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_same_weights",
+    "count_values",
     "hash_state",
     "read_snapshot",
     "snapshot_dtypes",
@@ -72,6 +74,22 @@ def snapshot_dtypes(path: Path) -> dict[str, str]:
     except (OSError, safetensors.SafetensorError):
         return {}
     return {name: _DTYPES[code] for name, code in codes.items() if code in _DTYPES}
+
+
+def count_values(path: Path) -> int:
+    """Return how many values the tensors of a snapshot have, by its header alone.
+
+    0 where it is missing or damaged, or many wrote it.
+    """
+    import safetensors  # heavy: numpy
+
+    if not path.is_file():
+        return 0
+    try:
+        with safetensors.safe_open(check_plain(path), "numpy") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 it is no dict
+    except (OSError, safetensors.SafetensorError):
+        return 0
 
 
 def check_same_weights(

@@ -16,7 +16,9 @@ from stability.report.view.evidence import (
     EvidenceRow,
     evidence_rows,
     headline,
+    judged_at,
     legend_of,
+    scope_line,
     verdict_of,
 )
 from stability.report.view.ladder import has_held_out, numbers
@@ -51,8 +53,11 @@ def summary_text(
             lines += [f"<sub>{said}</sub>", ""]
     lines += ["<details><summary>Drifts</summary>", ""]
     lines += [*_drifts(ladder_of(study)), "", "</details>", ""]
-    at = f"Judged at the look at {verdict.look} seeds; " if verdict and verdict.look else ""
-    lines += [f"<sub>{at}training-stability {__version__}.</sub>"]
+    said = [f"training-stability {__version__}."]
+    if verdict and verdict.look:
+        at = judged_at(verdict)
+        said = [f"{at[0].upper()}{at[1:]}.", _plain(scope_line(study)), *said]
+    lines += [f"<sub>{' '.join(filter(None, said))}</sub>"]
     return "\n".join(lines) + "\n"
 
 

@@ -177,7 +177,7 @@ def answers(study: RecordedStudy, ladder: Ladder) -> tuple[str, ...]:
     if answer and answer.outcome != "OPEN":
         return answer.sentences
     said = tuple(candidate_sentences(ladder)) or (
-        "No arm of this study changes the attention; the ladder shows its controls.",
+        "No arm of this study names an attention; the ladder shows how far each has drifted.",
     )
     return (answer.exploratory, *said) if answer and answer.exploratory else said
 

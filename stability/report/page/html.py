@@ -45,7 +45,13 @@ from stability.report.page.training_charts import (
 from stability.report.page.weight_charts import parameter_section, weight_section
 from stability.report.terminal.probe import shown_lines
 from stability.report.view.error_bars import bars_are, growth_cells, growth_sentence
-from stability.report.view.evidence import evidence_rows, headline, legend_of, verdict_of
+from stability.report.view.evidence import (
+    evidence_rows,
+    headline,
+    legend_of,
+    scope_line,
+    verdict_of,
+)
 from stability.report.view.ladder import has_held_out
 from stability.report.view.palette import arm_styles
 from stability.report.view.unlisted import unlisted_runs
@@ -118,6 +124,7 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         answer=headline(verdict) if verdict else "",
         evidence=evidence,
         legend=legend_of(evidence),
+        scope=scope_line(study) if verdict and verdict.look else "",
         levels=LEVELS,
         drift_sentences=candidate_sentences(ladder),
         notes=notes(ladder),

@@ -40,8 +40,10 @@ TONE_STYLE: dict[Tone, str] = {"good": FINE_BADGE, "bad": BAD_BADGE, "open": OPE
 STATE_STYLE = {"holds": FINE, "harmed": ALARM, "undecided": OPEN}
 
 
-def print_answer(question: str, verdict: StudyVerdict | None, console: Console) -> None:
-    """Print a study's question, the answer, and the evidence of four levels by arms.
+def print_answer(
+    question: str, verdict: StudyVerdict | None, console: Console, scope: str = ""
+) -> None:
+    """Print a study's question, the answer, the evidence of four levels by arms, and its `scope`.
 
     Without a verdict, since no arm is a candidate, the question stands alone.
     """
@@ -65,6 +67,8 @@ def print_answer(question: str, verdict: StudyVerdict | None, console: Console) 
     if said := legend_of(rows):
         console.print(as_text(said, style="dim"))
     again = f"; {verdict.outlook}" if verdict.outlook else ""
+    if verdict.look and scope:
+        console.print(as_text(scope, style="dim"))
     said = f"{judged_at(verdict)}{again}. `stability verdict` has a sentence for each cell."
     console.print(as_text(said, style="dim"))
 

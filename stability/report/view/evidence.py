@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stability.analysis.evidence import LEVELS, LevelState
+from stability.analysis.scope import scope_of
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedStudy
 from stability.analysis.verdict import ArmVerdict, StudyVerdict, judge_arms
@@ -24,6 +25,7 @@ __all__ = [
     "judged_at",
     "legend",
     "legend_of",
+    "scope_line",
     "verdict_of",
 ]
 
@@ -126,6 +128,12 @@ def legend_of(rows: Iterable[EvidenceRow]) -> str:
     return legend(
         " ".join(x for row in rows for x in (row.sentence, *(c.figure for c in row.cells)))
     )
+
+
+def scope_line(study: RecordedStudy) -> str:
+    """Return the sentence that says what was tried, and that nothing else was."""
+    scope = scope_of(study)
+    return f"Tried: {scope}; larger models and longer runs were not." if scope else ""
 
 
 def evidence_rows(verdict: StudyVerdict) -> list[EvidenceRow]:
