@@ -3,11 +3,12 @@
 import inspect
 import re
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
-from stability.analysis.advice import StudyKind, Topic, advice, kind_of
+from stability.analysis.advice import StudyKind, Topic, advice, attention_is_not_its, kind_of
 from stability.analysis.study_records import RecordedStudy
 from stability.cli import record
 from stability.config.command_study import CommandConfig, CommandProbe
@@ -62,10 +63,19 @@ def test_every_option_that_is_advised_exists(topic, tmp_path):
 def test_every_key_that_is_advised_exists(kind, known, tmp_path):
     names = {field.name for each in known for field in fields(each)}
     names |= {"role", "ulps", "reference", "share"}  # of an arm's entry, a nudge, and held_out
+    names |= {"dtype"}  # a flag of the script
     for topic in get_args(Topic):
         said = " ".join(re.findall(r"`([^`]*)`", advice(of(kind, tmp_path), topic)))
         for key in re.findall(r"([a-z_]+)(?=: )", said) if "module:" not in said else ():
             assert key in names, said
+
+
+@pytest.mark.parametrize("kind", get_args(StudyKind))
+def test_of_a_script_it_is_not_said_that_its_attention_is_the_same(kind, tmp_path):
+    """Its flag may be `--attention naive`."""
+    said = attention_is_not_its(of(kind, tmp_path), SimpleNamespace(name="naive"))
+    assert ("does not change the attention" in said) == (kind == "config")
+    assert said.startswith("naive ")
 
 
 def test_of_checkpoints_nothing_is_asked_that_they_cannot_give(tmp_path):

@@ -237,7 +237,7 @@ def test_arms_on_other_axes_have_no_operator_level():
     other = _arm([metrics], axis="precision", diff={"precision": ["a", "b"]})
     found = operator_evidence(STUDY, other, POLICY)
     assert found.state == "not applicable"
-    assert "the arm changes precision" in found.sentence
+    assert "does not change the attention, and no other operator" in found.sentence
     both = _arm([metrics], axis="confounded", diff={"attention.profile": ["a", "b"]})
     assert operator_evidence(STUDY, both, POLICY).state == "harmed"
 

@@ -28,6 +28,16 @@ def test_a_reference_that_may_not_be_one_measures_nothing(tmp_path, second, extr
     assert (found.state, words in found.sentence) == ("not measured", True)
 
 
+def test_what_the_reference_changes_is_not_measured_from_itself(tmp_path):
+    """It would be at 0 whatever the change does, and pass."""
+    same = parts(candidate=Part("candidate", "precision", truth))
+    found = _of(write_study(tmp_path / "same", same))
+    assert found.state == "not measured"
+    assert "candidate changes what reference, the reference, changes" in found.sentence
+    other = parts(candidate=Part("candidate", "flags.bf16", truth))
+    assert _of(write_study(tmp_path / "other", other)).state == "holds"
+
+
 def test_a_reference_of_a_flag_is_said_to_be_declared(tmp_path):
     arms = parts(candidate=candidate())
     assert "declared" not in _of(write_study(tmp_path / "known", arms)).sentence

@@ -222,6 +222,15 @@ def test_what_is_broken_on_purpose_says_whether_it_fails_as_it_must(study, broke
     assert judged.outcome == ("PASS" if broken is HARMED else "NO ASSAY")
 
 
+@pytest.mark.parametrize("end", ["holds", "harmed", "not measured"])
+def test_of_what_is_broken_it_is_said_that_its_loss_shows_nothing(study, end):
+    broken = _with(HARMED, one=_evidence("outcome", end, 1e-9, 0.0))
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": broken})
+    said = "; its outcome holds, so it does not show that a worse loss is seen"
+    assert judged.controls[0].sentence.endswith(said) == (end == "holds")
+    assert said not in judged.candidates[0].sentence
+
+
 def test_a_control_without_seeds_enough_raises_no_alarm(synthetic, tmp_path):
     folder = synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1])
     judged = _judge(with_broken(read_study(folder)), {"flash_fa2": HOLDS, "flash_all_bf16": HOLDS})

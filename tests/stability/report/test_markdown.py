@@ -30,6 +30,7 @@ def plain(monkeypatch):
     """A study of hostile words, without a ladder."""
     monkeypatch.setattr(markdown, "_drifts", lambda _: ["(drifts)"])
     monkeypatch.setattr(markdown, "ladder_of", lambda _: None)
+    monkeypatch.setattr(markdown, "scope_line", lambda _: "Tried: 9 weights, a*b.")
     return SimpleNamespace(name="a|b", question="<img src=x> *is* `x`\n| y | ?")
 
 
@@ -48,7 +49,7 @@ def test_the_answer_is_the_heading_and_each_arm_has_a_row(plain):
         "broken": "✅ FAIL, as it must",
     }
     assert {len(row) for row in evidence} == {6}
-    assert "Judged at the look at 3 seeds" in text
+    assert "<sub>Judged at the look at 3 seeds. Tried: 9 weights, a\\*b. training-" in text
 
 
 def test_what_e_is_stands_below_a_figure_of_it(plain):

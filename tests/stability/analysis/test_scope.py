@@ -1,0 +1,42 @@
+"""What a verdict is of is read from the baseline's run: its size, its length and its device."""
+
+import torch
+
+from stability.analysis.scope import scope_of
+from stability.analysis.study_records import read_study
+from stability.records.paths import RunPaths
+from stability.records.snapshots import count_values, write_snapshot
+from stability.report.view.evidence import scope_line
+from tests.stability.report.synthetic import STEPS, write_study_json, write_synthetic
+
+
+def test_it_names_weights_updates_and_device(tmp_path):
+    write_synthetic(tmp_path)
+    baseline = RunPaths.for_run(tmp_path, "baseline", 0)
+    assert scope_of(read_study(tmp_path)).startswith(f"{STEPS:,} updates")
+    write_snapshot(baseline.snapshot(0), {"w": torch.zeros(30, 40), "b": torch.zeros(25)})
+    said = scope_of(read_study(tmp_path))
+    assert said.startswith(f"1,225 weights, {STEPS:,} updates")
+    assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; larger models")
+
+
+def test_of_a_gpu_its_own_name_is_told(tmp_path, monkeypatch):
+    write_synthetic(tmp_path)
+    study = read_study(tmp_path)
+    run = study.arm("baseline").runs[study.seeds[0]]
+    run.manifest.environment.update(gpu="NVIDIA H200", cpu="Xeon")
+    assert scope_of(study).endswith(" updates, NVIDIA H200")
+    run.manifest.environment.update(gpu="")
+    assert scope_of(study).endswith(" updates, Xeon")
+
+
+def test_without_a_run_nothing_is_said(tmp_path):
+    write_study_json(tmp_path)
+    assert scope_line(read_study(tmp_path)) == ""
+
+
+def test_a_damaged_snapshot_has_no_size(tmp_path):
+    path = tmp_path / "step-00000000.safetensors"
+    assert count_values(path) == 0
+    path.write_bytes(b"no snapshot")
+    assert count_values(path) == 0
