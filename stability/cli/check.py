@@ -194,9 +194,9 @@ def _print(report: "CheckReport") -> None:
     if report.passed and above:
         listed = ", ".join(result for result in _RESULTS if result in above)
         say(
-            f"Of {listed} a ratio is above 2, the limit of a verdict, which sees the study's own "
-            "inputs: if it is meant to round so, write policy: {max_error_ratio: 4.0} into the "
-            "study before its first run."
+            f"Of {listed} the largest ratio is above 2. A verdict's limit of 2 is on a mean over "
+            "the study's own inputs, mostly a smaller figure: only for a kernel that is meant to "
+            "round more write policy: {max_error_ratio: 4.0} into the study before its first run."
         )
 
 

@@ -144,6 +144,11 @@ class StudyDisplay:
         self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
         if self._begun is None:
             self._begun = time.monotonic()
+            if self._progress.disable:  # in a log nothing moves until the first run has ended
+                name = as_markup(f"{arm}, seed {seed}")
+                self._progress.console.print(
+                    f"[bold]{'training':>9}[/]  {name}   run {index} of {total}", highlight=False
+                )
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Move the run's bar and the study's."""

@@ -75,7 +75,8 @@ def test_without_a_terminal_each_run_that_ends_tells_the_time_left(clock):
             clock[0] = 10.0 * number
             display.run_advanced(arm, 0, 10, 2.0)
             display.run_ended(arm, 0, "finished", "")
-    lines = file.getvalue().splitlines()
+    first, *lines = file.getvalue().splitlines()
+    assert first == " training  baseline, seed 0   run 1 of 3", "before anything has ended"
     assert [line.partition("2.000")[2].strip() for line in lines] == [
         "left 0:00:20",
         "left 0:00:10",
