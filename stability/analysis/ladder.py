@@ -2,8 +2,9 @@
 
 A drift alone says nothing: what matters is which accepted change moves the weights as far. So the
 arms are ordered by drift at the early step, since late in a run every numeric change drifts alike,
-and every drift is also divided by the yardstick's. A number is always read at a step that all arms
-share, and keeps its value for each seed.
+and every drift is also divided by the yardstick's. A study that names no early step is read at the
+step that its candidates are judged at, one that names no yardstick by its reference. A number is
+always read at a step that all arms share, and keeps its value for each seed.
 
 The W1 distance ignores positions, so between arms whose initial weights were drawn independently it
 compares two samples, and two samples of one law differ anyway; a W1 below this sampling floor says
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from stability.analysis.drift_notes import drift_notes
 from stability.analysis.held_out_losses import held_out_losses, judged_step
 from stability.analysis.seed_values import SeedValues
+from stability.analysis.study_distances import known_step, reference_of
 from stability.analysis.study_records import (
     RecordedArm,
     RecordedStudy,
@@ -34,9 +36,10 @@ __all__ = [
     "EarlyLast",
     "Ladder",
     "Row",
+    "early_step_of",
     "ladder_of",
-    "planned_early_step",
     "w1_floor",
+    "yardstick_of",
 ]
 
 
@@ -102,6 +105,7 @@ class Ladder:
     name: str
     question: str
     yardstick: str
+    """The arm whose drift the ratios are to; empty where the study has none."""
     seeds: tuple[int, ...]
     steps: int
     early_step: int
@@ -130,18 +134,19 @@ class Ladder:
 
 def ladder_of(study: RecordedStudy) -> Ladder:
     """Return the ladder of a study that has been read."""
-    early = planned_early_step(study)
+    early = early_step_of(study)
     # arms may all end before the baseline; a study that is still running is read at the last step
     # that has a drift
     planned = max((arm.until for arm in study.candidates), default=study.steps)
     last = planned if planned in study.drift_steps else max(study.drift_steps, default=planned)
-    yardstick = study.arm(study.yardstick)
+    name = yardstick_of(study)
+    yardstick = study.arm(name)
     scale = _drift(yardstick, "rel_l2", early, last) if yardstick else _read({}, early, last)
     rows = [_row(study, arm, early, last, scale) for arm in study.arms]
     return Ladder(
         name=study.name,
         question=study.question,
-        yardstick=study.yardstick,
+        yardstick=name,
         seeds=study.seeds,
         steps=study.steps,
         early_step=early,
@@ -151,14 +156,22 @@ def ladder_of(study: RecordedStudy) -> Ladder:
     )
 
 
-def planned_early_step(study: RecordedStudy) -> int:
+def yardstick_of(study: RecordedStudy) -> str:
+    """Return the arm that drifts are put in ratio to: the one named, else the reference, or ""."""
+    reference = reference_of(study)
+    return study.yardstick or (reference.name if reference else "")
+
+
+def early_step_of(study: RecordedStudy) -> int:
     """Return the planned snapshot nearest below the early step asked for, but after step 0.
 
-    The last step is early only in a study that has no snapshot in between.
+    Where none is asked for it is the step that candidates are judged at, and the first snapshot
+    before that is known. The last step is early only in a study that has no snapshot in between.
     """
+    asked = study.early_step or known_step(study)
     # before the first update a drift is that of the initial weights alone
     planned = [step for step in study.planned_snapshots if 0 < step < study.steps] or [study.steps]
-    return max((step for step in planned if step <= study.early_step), default=planned[0])
+    return max((step for step in planned if step <= asked), default=planned[0])
 
 
 def w1_floor(study: RecordedStudy, seed: int) -> float | None:

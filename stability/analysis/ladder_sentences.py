@@ -43,6 +43,8 @@ def sentence(ladder: Ladder, arm: str) -> str:
     if arm == BASELINE:
         return f"{arm} is what every other arm is compared with."
     if not row.rel_l2.early.n and not row.rel_l2.last.n:
+        if row.until < ladder.early_step:
+            return f"{arm} ends at step {row.until}, before the first drift that is compared here."
         return f"{arm} has no drift on record at step {ladder.early_step} yet{_because(row)}."
     if row.rel_l2.last.is_zero and (row.rel_l2.early.is_zero or not row.rel_l2.early.n):
         return (

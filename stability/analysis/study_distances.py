@@ -22,6 +22,7 @@ from stability.records.window import read_window
 __all__ = [
     "controls_of",
     "judged_window",
+    "known_step",
     "reference_of",
     "study_distances",
     "why_itself",
@@ -98,6 +99,17 @@ def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[in
         said = f"frozen at the look at {len(window.seeds)} seeds: {window.reason}"
         window = replace(window, reason=said)
     return replace(window, log_excess={**window.log_excess, **seen.log_excess})
+
+
+def known_step(study: RecordedStudy) -> int:
+    """Return the step that candidates are judged at, named or frozen; 0 before either is known."""
+    if study.policy.step:
+        return study.policy.step
+    try:
+        frozen = read_window(study.folder)
+    except ValueError:  # a damaged record is told of by `window_problems`
+        return 0
+    return frozen.step if frozen else 0
 
 
 def window_problems(study: RecordedStudy, policy: PolicyConfig) -> list[str]:

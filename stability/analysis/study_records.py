@@ -152,7 +152,7 @@ class RecordedStudy:
     seeds: tuple[int, ...]
     steps: int
     early_step: int
-    """The early step the config asks for; 0 means the first snapshot."""
+    """The early step the config asks for; 0 if it names none (`ladder.early_step_of`)."""
     policy: PolicyConfig
     arms: tuple[RecordedArm, ...]
     folder: Path

@@ -50,7 +50,7 @@ def publish_study(study: "RecordedStudy", folder: Path, mode: "WandbMode") -> st
 
 
 def _content(study: "RecordedStudy", folder: Path) -> "StudyContent":
-    from stability.analysis.ladder import ladder_of  # heavy: numpy
+    from stability.analysis.ladder import ladder_of, yardstick_of  # heavy: numpy
     from stability.records.manifest import ENDED
     from stability.records.paths import StudyPaths
     from stability.report.view.evidence import headline, verdict_of
@@ -64,7 +64,7 @@ def _content(study: "RecordedStudy", folder: Path) -> "StudyContent":
             "study": study.name,
             "question": study.question,
             "seeds": list(study.seeds),
-            "yardstick": study.yardstick,
+            "yardstick": yardstick_of(study),
             "base": dict(study.base),
         },
         verdict=headline(verdict) if verdict else "nothing to judge: no arm is a candidate",

@@ -73,7 +73,7 @@ class StudyConfig:
 
     `arms` maps each arm's name to what it overrides in `base`, and to its `role`, `until` and
     `change` where these are given; the arm called `baseline` overrides nothing. `yardstick` names
-    the arm that drifts are put in ratio to.
+    the arm that drifts are put in ratio to; without one it is the reference.
     """
 
     name: str
@@ -90,4 +90,4 @@ class StudyConfig:
     arms of role reference; each run's last; or none. Those of step 0, hashes and sketches always
     stay. Checkpoints stay with `all` alone: without one `stability fork` trains the run anew."""
     early_step: int = 0
-    """The early, matched step the ladder reads; 0 means the first snapshot after step 0."""
+    """The early, matched step the ladder reads; 0 means the one that candidates are judged at."""

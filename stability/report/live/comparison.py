@@ -7,7 +7,7 @@ them. Leaves out the chart of their ladders (`page.ladder_chart`).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stability.analysis.ladder import Ladder, ladder_of
+from stability.analysis.ladder import Ladder, early_step_of, ladder_of, yardstick_of
 from stability.analysis.number_text import MISSING
 from stability.analysis.study_records import RecordedStudy
 from stability.config.diff import leaves
@@ -88,11 +88,7 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
     A path that a study does not have is a dash. As in `config.diff`, looking changes nothing:
     `probe` and `watch` are left out.
     """
-    plain = [
-        leaves(study.base)
-        | dict(zip(READING, (list(study.seeds), study.yardstick, study.early_step), strict=True))
-        for study in studies.values()
-    ]
+    plain = [leaves(study.base) | _reading(study) for study in studies.values()]
     paths = dict.fromkeys(path for each in plain for path in each)
     rows = [
         (path, [value_text(each[path]) if path in each else MISSING for each in plain])
@@ -100,6 +96,11 @@ def differences(studies: Mapping[str, RecordedStudy]) -> list[tuple[str, list[st
         if not path.startswith(("probe.", "watch."))
     ]
     return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def _reading(study: RecordedStudy) -> dict[str, object]:
+    values = (list(study.seeds), yardstick_of(study), early_step_of(study))
+    return dict(zip(READING, values, strict=True))
 
 
 def _remarks(ladders: Mapping[str, Ladder], differing: Sequence[str]) -> list[str]:

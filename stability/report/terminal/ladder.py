@@ -1,8 +1,8 @@
 """The ladder in the terminal: a table with one line an arm, and below it what the table says.
 
 A narrow terminal gets fewer columns rather than broken ones, and is told which: the sparkline
-leaves first, then W1, then the seeds' ranges. Leaves out where the numbers come from
-(`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
+leaves first, then W1, then the seeds' ranges, then the late ratio. Leaves out where the numbers
+come from (`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -92,6 +92,8 @@ class _Layout:
     sparks: bool = False
     held_out: bool = True
     """Where there is a loss on held-out text."""
+    late_ratio: bool = True
+    """Late in a run every drift is like the others, so of the two ratios the early one tells."""
 
 
 LAYOUTS = (
@@ -101,10 +103,11 @@ LAYOUTS = (
     _Layout(ranges=True),
     _Layout(sparks=True),
     _Layout(),
-    _Layout(held_out=False),
+    _Layout(late_ratio=False),
+    _Layout(late_ratio=False, held_out=False),
 )
 """From the widest to the narrowest, which is taken even where it does not fit."""
-NARROW = LAYOUTS[-2:]
+NARROW = LAYOUTS[-3:]
 
 
 def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = None) -> None:
@@ -165,7 +168,9 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
         # a long name of the yardstick would take the room of the arms' own
         times = "x\n" if layout in NARROW else "x "
         name = f"{times}{shortened(ladder.yardstick, ARM_WIDTH)}"
-        heads |= {"ratio_early": f"{name}\n{early}", "ratio_last": f"{name}\n{last}"}
+        heads["ratio_early"] = f"{name}\n{early}"
+        if layout.late_ratio:
+            heads["ratio_last"] = f"{name}\n{last}"
     return heads
 
 
@@ -198,6 +203,8 @@ def _left_out(ladder: Ladder, layout: _Layout, widest: _Layout) -> list[str]:
         "ranges of the losses": has_ranges and widest.w1 and not layout.w1,
         "ranges of the drifts": has_ranges and widest.ranges and not layout.ranges,
         "held-out loss": has_held_out(ladder) and not layout.held_out,
+        f"x {ladder.yardstick} at step {ladder.last_step}": ladder.yardstick
+        and not layout.late_ratio,
     }
     return [name for name, is_lacking in lacking.items() if is_lacking]
 

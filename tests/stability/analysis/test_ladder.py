@@ -14,8 +14,9 @@ from stability.metrics.drift import drift
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import EVAL_LOSS
-from stability.records.paths import RunPaths
+from stability.records.paths import RunPaths, StudyPaths
 from stability.records.sealed_json import read_sealed, write_sealed
+from stability.records.window import WindowRecord, write_window
 from tests.stability.sealing import seal
 
 
@@ -114,6 +115,74 @@ def test_every_axis_has_a_sentence(finished, study, diff, said):
 def test_early_step_is_a_planned_snapshot(synthetic, tmp_path, asked, read):
     synthetic.write_study_json(tmp_path, early_step=asked)
     assert ladder_of(read_study(tmp_path)).early_step == read
+
+
+def freeze(study_dir, step):
+    """Freeze the judged step as the first look does."""
+    record = WindowRecord(
+        step=step,
+        reason="?",
+        limit=0.04,
+        reference="fp32",
+        controls=["nudge"],
+        seeds=[0, 1],
+        log_excess=[],
+        parents=[],
+    )
+    return write_window(study_dir, record)
+
+
+def test_a_study_that_names_no_early_step_is_read_at_the_frozen_one(synthetic, tmp_path):
+    study = synthetic.write_synthetic(tmp_path / "quickstart", early_step=0)
+    assert ladder_of(read_study(study)).early_step == 1, "nothing is frozen yet"
+    freeze(study, 10)
+    ladder = ladder_of(read_study(study))
+    assert ladder.early_step == json.loads(ladder.to_json())["early_step"] == 10
+    row = ladder.row("flash_fa2")
+    mine, yards = (logged(study, arm, 0, "drift/all/rel_l2")[10] for arm in ("flash_fa2", "fp32"))
+    assert row.rel_l2.early.per_seed[0] == mine
+    assert row.ratio.early.per_seed[0] == mine / yards, "both are read at the same step"
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "frozen", "read"),
+    [(20, 0, 10, 20), (20, 5, 0, 20), (0, 5, 10, 5), (0, 0, 0, 1), (0, 0, 200, 100)],
+    ids=["asked", "asked, named", "named before frozen", "frozen without any", "the last"],
+)
+def test_the_step_asked_for_goes_before_the_judged_one(
+    synthetic, tmp_path, asked, named, frozen, read
+):
+    synthetic.write_study_json(tmp_path, early_step=asked, policy={"step": named})
+    freeze(tmp_path, frozen)
+    assert ladder_of(read_study(tmp_path)).early_step == read
+
+
+def test_a_damaged_window_does_not_take_the_ladder_away(synthetic, tmp_path):
+    synthetic.write_study_json(tmp_path, early_step=0)
+    freeze(tmp_path, 10)
+    StudyPaths(tmp_path).window.write_text("{")
+    assert ladder_of(read_study(tmp_path)).early_step == 1
+
+
+def with_reference(study, arm):
+    return replace(
+        study,
+        yardstick="",
+        arms=tuple(replace(x, role="reference") if x.name == arm else x for x in study.arms),
+    )
+
+
+def test_a_study_without_a_yardstick_is_measured_by_its_reference(finished):
+    study = read_study(finished)
+    named, own = ladder_of(study), ladder_of(with_reference(study, "fp32"))
+    assert own.yardstick == "fp32"
+    assert [row.ratio for row in own.rows] == [row.ratio for row in named.rows]
+    other = ladder_of(replace(with_reference(study, "fp32"), yardstick="nudge"))
+    assert other.yardstick == "nudge", "the one that is named"
+    assert other.row("nudge").ratio.early.mean == 1
+    neither = ladder_of(replace(study, yardstick=""))
+    assert neither.yardstick == ""
+    assert not any(row.ratio.early.n or row.ratio.last.n for row in neither.rows)
 
 
 def test_study_that_has_not_begun_has_rows_without_numbers(synthetic, tmp_path):

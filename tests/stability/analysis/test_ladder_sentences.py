@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -103,6 +104,26 @@ def test_sentence_without_a_yardstick_gives_the_drift_itself(synthetic, tmp_path
     study = synthetic.write_synthetic(tmp_path / "quickstart", yardstick="")
     said = sentence(ladder_of(read_study(study)), "flash_fa2")
     assert re.match(r"flash_fa2 moves the weights by \d\.\de-\d\d .*relative L2\) at step 20", said)
+
+
+def test_a_reference_is_the_yardstick_of_a_study_that_names_none(synthetic, tmp_path):
+    study = read_study(synthetic.write_synthetic(tmp_path / "quickstart", yardstick=""))
+    arms = [replace(x, role="reference") if x.name == "fp32" else x for x in study.arms]
+    ladder = ladder_of(replace(study, arms=tuple(arms)))
+    assert " as far as fp32 does at step 20 " in sentence(ladder, "flash_fa2")
+    assert "and is the yardstick" in sentence(ladder, "fp32")
+
+
+def test_an_arm_that_ends_before_the_early_step_is_not_waited_for(synthetic, tmp_path):
+    study = read_study(synthetic.write_synthetic(tmp_path / "quickstart"))
+    for name, until, said in [("nudge", 10, "ends at step 10"), ("fp32", 20, "no drift on record")]:
+        arm = study.arm(name)
+        runs = {seed: replace(run, metrics={}) for seed, run in arm.runs.items()}
+        ended = replace(arm, until=until, runs=runs)
+        arms = tuple(ended if x.name == name else x for x in study.arms)
+        text = sentence(ladder_of(replace(study, arms=arms)), name)
+        assert said in text
+        assert ("yet" in text) == (name == "fp32")
 
 
 def test_one_seed_is_said_to_have_no_spread(synthetic, tmp_path):

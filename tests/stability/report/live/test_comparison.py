@@ -34,6 +34,13 @@ def test_only_what_differs_is_listed(study):
     ]
 
 
+def test_what_a_study_does_not_name_is_told_as_it_is_read(study):
+    reference = tuple(replace(x, role="reference") if x.name == "fp32" else x for x in study.arms)
+    policy = replace(study.policy, step=10)
+    other = replace(study, yardstick="", early_step=0, arms=reference, policy=policy)
+    assert differences({"a": study, "b": other}) == [("early_step", ["20", "10"])]
+
+
 def test_comparison_holds_each_studys_ratios_and_drifts(study):
     other = replace(study, yardstick="nudge", base={**study.base, "precision": "32-true"})
     page = render_comparison({"a": study, "b": other}, {"a": "/study/a/", "b": "/study/b/"}, "1")

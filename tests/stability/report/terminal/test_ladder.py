@@ -14,6 +14,7 @@ from stability.analysis.study_records import read_study
 from stability.records.metric_log import MetricLog
 from stability.records.metric_names import EVAL_LOSS
 from stability.records.paths import RunPaths
+from stability.records.sealed_json import read_sealed, write_sealed
 from stability.report.terminal.ladder import DriftSparks, print_ladder
 from stability.report.terminal.sparkline import Sparks
 
@@ -141,22 +142,59 @@ def test_of_a_study_in_training_no_mean_of_all_its_seeds_is_claimed(synthetic, t
     assert "mean of 3 seeds" not in text
 
 
-@pytest.mark.parametrize("width", [80, 130, 200])
-def test_the_held_out_loss_stands_beside_the_final_one(synthetic, tmp_path, width):
-    study = synthetic.write_synthetic(tmp_path / "evaluated")
+def write_evaluated(synthetic, folder, **changes):
+    """Write a finished study with a held-out loss for each run."""
+    study = synthetic.write_synthetic(folder, **changes)
     for arm in synthetic.ARMS:
         for seed in synthetic.SEEDS:
             log = MetricLog(RunPaths.for_run(study, arm["name"], seed).metrics)
             log.append(synthetic.STEPS, {EVAL_LOSS: 1.25 + 0.5 * seed + 0.00004})
             log.close()
+    return study
+
+
+def test_the_early_column_is_the_judged_step_and_its_ratio_to_the_reference(synthetic, tmp_path):
+    study = write_evaluated(synthetic, tmp_path / "judged", early_step=0, policy={"step": 10})
+    content = read_sealed(study / "study.json", "")
+    content["config"]["yardstick"] = ""
+    content["arms"][5]["role"] = "reference"
+    write_sealed(study / "study.json", content)
+    ratio = times(ladder_of(read_study(study)).row("flash_fa2").ratio.early.mean)
+    for width in (80, 130):
+        table, _, below = printed(study, width).partition("drift: distance")
+        *_, heads = table.partition("arm  ")[2].split("\n")[0].partition("what changed")
+        steps = re.findall(r"step \d+", heads)
+        assert steps[:2] == ["step 10", "step 200"]
+        assert steps[-2:] == (["step 200", "step 10"] if width == 80 else ["step 10", "step 200"])
+        assert f" {ratio}" in line_of(table, "flash_fa2")
+        assert "x fp32: drift over fp32's at the same step" in " ".join(below.split())
+
+
+def test_for_want_of_room_the_late_ratio_leaves_before_the_held_out_loss(synthetic, tmp_path):
+    study = write_evaluated(synthetic, tmp_path / "evaluated")
+    row = ladder_of(read_study(study)).row("flash_all_bf16")
+    early, late = times(row.ratio.early.mean), times(row.ratio.last.mean)
+    assert early != late
+    for width in (80, 130):
+        text = printed(study, width)
+        said = " ".join(text.split())
+        line = line_of(text, "flash_all_bf16")
+        assert "1.50004" in line
+        assert f" {early}" in line
+        assert (f" {late}" in line) == (width == 130)
+        assert ("x fp32 at step 200" in said) == (width != 130)
+
+
+@pytest.mark.parametrize("width", [80, 130, 200])
+def test_the_held_out_loss_stands_beside_the_final_one(synthetic, tmp_path, width):
+    study = write_evaluated(synthetic, tmp_path / "evaluated")
     row = ladder_of(read_study(study)).row("flash_fa2")
     assert row.held_out_loss.per_seed == {0: 1.25004, 1: 1.75004}
     text = printed(study, width)
     assert max(len(line) for line in text.splitlines()) <= width
-    is_shown = "on text that no arm trains on" in " ".join(text.split())
-    assert is_shown or width == 80
+    assert "on text that no arm trains on" in " ".join(text.split())
     for arm in ("baseline", "flash_fa2"):
-        assert ("1.50004" in line_of(text, arm)) == is_shown
+        assert "1.50004" in line_of(text, arm)
 
 
 def test_names_and_messages_are_not_read_as_markup(synthetic, tmp_path):
