@@ -78,8 +78,13 @@ def _foreign_notes(study: RecordedStudy, arms: Sequence[RecordedArm]) -> list[st
                 names += [] if arm.name in names else [arm.name]
     return [
         *_unwitnessed_note(arms),
-        *(f"Of {', '.join(names)}: {note}." for note, names in found.items()),
+        *(f"Of {_named(names, study)}: {note}." for note, names in found.items()),
     ]
+
+
+def _named(names: Sequence[str], study: RecordedStudy) -> str:
+    is_every = len(names) == len(study.arms) > 1
+    return "every arm" if is_every else ", ".join(names)
 
 
 def _unwitnessed_note(arms: Sequence[RecordedArm]) -> list[str]:

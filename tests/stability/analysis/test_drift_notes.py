@@ -68,6 +68,28 @@ def test_a_gap_is_said_once_and_a_run_that_still_trains_has_none(study: Recorded
     assert unproven(study, replace(first, runs=running)) == []
 
 
+def with_note(arm: RecordedArm, note: str) -> RecordedArm:
+    """Return the arm as if the recorder had told something of each of its runs."""
+    runs = {
+        seed: replace(
+            run, manifest=run.manifest and replace(run.manifest, resolved={"notes": [note]})
+        )
+        for seed, run in arm.runs.items()
+    }
+    return replace(arm, runs=runs)
+
+
+def test_what_holds_for_every_arm_names_none(study: RecordedStudy) -> None:
+    arms = tuple(with_note(arm, "held out: 64 samples") for arm in study.arms)
+    everywhere = replace(study, arms=arms)
+    assert "Of every arm: held out: 64 samples." in drift_notes(everywhere)
+    all_but_one = replace(study, arms=(*arms[:-1], study.arms[-1]))
+    (said,) = [note for note in drift_notes(all_but_one) if "held out" in note]
+    assert said == f"Of {', '.join(arm.name for arm in arms[:-1])}: held out: 64 samples."
+    (said,) = [note for note in drift_notes(everywhere, arms[1:2]) if "held out" in note]
+    assert said == f"Of baseline, {arms[1].name}: held out: 64 samples.", "two of seven are asked"
+
+
 def test_an_arm_whose_change_adds_weights_is_said_to_drift_over_the_others(
     study: RecordedStudy,
 ) -> None:
