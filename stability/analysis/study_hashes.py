@@ -8,10 +8,24 @@ from typing import Any
 from stability.analysis.pair_contract import HASHES, may_differ
 from stability.analysis.pair_proof import ProofLine, sameness_of
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
+from stability.config.commands import is_command
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
 
-__all__ = ["compare_hashes", "environments_of"]
+__all__ = ["compare_hashes", "environments_of", "shown_hashes"]
+
+
+def shown_hashes(study: RecordedStudy) -> tuple[str, ...]:
+    """Return the hashes of which a study's runs can have any, in the order of a run.
+
+    What text a command reads nobody sees: its batches are what is known of it. What it was
+    evaluated on is known where it was seen.
+    """
+    runs = [run for arm in study.arms for run in arm.runs.values()]
+    lacking = {"text"} if is_command(study.base) else set()
+    if lacking and not any(run.manifest and run.manifest.hashes.get("held_out") for run in runs):
+        lacking.add("held_out")
+    return tuple(name for name in HASHES if name not in lacking)
 
 
 def compare_hashes(

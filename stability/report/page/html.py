@@ -16,9 +16,9 @@ from stability.analysis.arm_growth import study_growth
 from stability.analysis.evidence import LEVELS
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes
-from stability.analysis.pair_contract import HASHES
 from stability.analysis.probe_answer import answer_of_probe
 from stability.analysis.probe_records import RecordedProbe, metrics_of_study, read_probe
+from stability.analysis.study_hashes import shown_hashes
 from stability.analysis.study_records import RecordedStudy
 from stability.config.schema import BASELINE
 from stability.records.atomic_files import write_text
@@ -35,6 +35,7 @@ from stability.report.page.tables import (
     hash_lines,
     ladder_lines,
     numerics_text,
+    proof_legend,
 )
 from stability.report.page.training_charts import (
     drift_section,
@@ -136,8 +137,9 @@ def render(study: RecordedStudy, ladder: Ladder, *, stamp: str = "", reload_s: i
         growth_sentence=growth_sentence(growth[0].dynamics) if growth else "",
         changes=changes(study),
         numerics=[(arm.name, numerics_text(arm)) for arm in study.arms],
-        hash_names=HASHES,
+        hash_names=shown_hashes(study),
         proofs=hash_lines(study),
+        proof_legend=proof_legend(study),
         environment=environment_lines(study),
         events=marks_of(study),
     )

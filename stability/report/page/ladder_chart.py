@@ -45,21 +45,24 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
     shown = rungs(ladder)
     styled = [(place, rung, styles[rung.row.arm]) for place, rung in enumerate(shown)]
     notes = [_drift_note(rung, place) for place, rung, _ in styled]
+    lines = _yardstick_lines(ladder)
+    least = "the yardstick's dotted line" if lines else "the marks of changes that you accept"
     return make_chart(
         "ladder",
         "How far each change moves the weights",
         [*(mark for each in styled for mark in _drifts(*each)), *_legend(ladder)],
         caption=(
             f"Hollow: step {ladder.early_step}; filled: step {ladder.last_step}; whiskers: "
-            f"{bars_are(len(ladder.seeds))}. Dotted and dashed: the yardstick at these two steps."
+            f"{bars_are(len(ladder.seeds))}."
+            f"{' Dotted and dashed: the yardstick at these two steps.' if lines else ''}"
         ),
         good=(
-            "rerun sits at exactly 0, and a candidate's hollow mark lies left of the yardstick's "
-            "dotted line, clear of the nudge's."
+            f"rerun sits at exactly 0, and a candidate's hollow mark lies left of {least}, clear "
+            "of the nudge's."
         ),
         bad=(
-            "the candidate lies right of the yardstick early on. Filled marks that bunch together "
-            "mean that chaos has caught up: read only the hollow ones."
+            f"the candidate lies right of {least} early on. Filled marks that bunch together mean "
+            "that chaos has caught up: read only the hollow ones."
         ),
         height=130 + 40 * len(shown),
         xaxis={
@@ -69,7 +72,7 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
             "tickangle": 0,
         },
         yaxis=arm_axis([_name(rung.row) for rung in shown]),
-        shapes=_yardstick_lines(ladder),
+        shapes=lines,
         annotations=[note for note in notes if note],
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0},
         meta={"rows": [rung.row.arm for rung in shown]},

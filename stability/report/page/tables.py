@@ -4,17 +4,16 @@ Leaves out markup and escaping, which are the template's.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stability.analysis.arm_summary import groups_of_arm
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.number_text import MISSING, finely, nats
-from stability.analysis.pair_contract import HASHES
 from stability.analysis.pair_proof import ProofLine
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.study_hashes import compare_hashes, environments_of
+from stability.analysis.study_hashes import compare_hashes, environments_of, shown_hashes
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import is_command
 from stability.config.masking import is_secret
@@ -32,20 +31,27 @@ __all__ = [
     "hash_lines",
     "ladder_lines",
     "numerics_text",
+    "proof_legend",
     "value_text",
 ]
 
+RATIOS = ("ratio_early", "ratio_last")
 NUMBERS = (
     "final_loss",
     "held_out_loss",
     "drift_early",
     "drift_last",
     "w1_last",
-    "ratio_early",
-    "ratio_last",
+    *RATIOS,
 )
 SHORT_HASH = 10
 MARKS = {"same": "✓", "different by design": "≠", "different": "✗", "unknown": "?"}
+MEANINGS = {
+    "same": "it is the baseline's",
+    "different by design": "it is another because of what the arm changes, or of where it ends",
+    "different": "it must be the baseline's and is not",
+    "unknown": "one of the two runs has none on record, or none yet, so that nothing is proven",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +87,21 @@ class Change(NamedTuple):
 
 
 class HashLine(NamedTuple):
-    """One arm's hashes: for each name in HASHES its cells, one a seed or one a verdict."""
+    """One arm's hashes: for each name of `shown_hashes` its cells, one a seed or one a verdict."""
 
     arm: str
     cells: list[list[Cell]]
 
 
-def ladder_lines(ladder: Ladder, shown: Sequence[str] = NUMBERS) -> list[LadderLine]:
+def ladder_lines(ladder: Ladder, shown: Sequence[str] = ()) -> list[LadderLine]:
     """Return the rows of the ladder's table with the numbers `shown`, named as in `view.ladder`.
 
-    Losses on held-out text have no column where there are none.
+    Without any these are all that the study can have: losses on held-out text have no column where
+    there are none, ratios none without a yardstick.
     """
-    shown = [name for name in shown if name != "held_out_loss" or has_held_out(ladder)]
+    lacking = () if has_held_out(ladder) else ("held_out_loss",)
+    lacking += () if ladder.yardstick else RATIOS
+    shown = shown or [name for name in NUMBERS if name not in lacking]
     return [
         LadderLine(
             arm=row.arm,
@@ -127,13 +136,22 @@ def changes(study: RecordedStudy) -> list[Change]:
 
 
 def hash_lines(study: RecordedStudy) -> list[HashLine]:
-    """Return the hashes of the baseline, then how each other run's compare."""
-    baseline = study.arm(BASELINE)
-    lines = [HashLine(BASELINE, _own_hashes(baseline))] if baseline else []
+    """Return the hashes of the baseline that are shown, then how each other run's compare."""
+    baseline, names = study.arm(BASELINE), shown_hashes(study)
+    lines = [HashLine(BASELINE, _own_hashes(baseline, names))] if baseline else []
     for arm in study.candidates:
         compared = compare_hashes(arm, baseline)
-        lines.append(HashLine(arm.name, [_hash_cells(compared[k]) for k in HASHES]))
+        lines.append(HashLine(arm.name, [_hash_cells(compared[k]) for k in names]))
     return lines
+
+
+def proof_legend(study: RecordedStudy) -> str:
+    """Return what each mark means that the table of the study's hashes shows."""
+    baseline, names = study.arm(BASELINE), shown_hashes(study)
+    found = [compare_hashes(arm, baseline) for arm in study.candidates]
+    shown = {line.sameness for each in found for name in names for line in each[name].values()}
+    said = [f"{MARKS[key]} {key}: {MEANINGS[key]}" for key in MARKS if key in shown]
+    return f"{'; '.join(said)}." if said else ""
 
 
 def environment_lines(study: RecordedStudy) -> list[tuple[str, Cell]]:
@@ -183,13 +201,13 @@ def _held_out_cell(ladder: Ladder, row: Row) -> Cell:
     return replace(cell, small=nats(paired.mean) if paired.n else "")
 
 
-def _own_hashes(arm: RecordedArm) -> list[list[Cell]]:
+def _own_hashes(arm: RecordedArm, names: Iterable[str]) -> list[list[Cell]]:
     def cell(seed: int, name: str) -> Cell:
         manifest = arm.runs[seed].manifest
         found = manifest.hashes.get(name, "") if manifest else ""
         return Cell(found[:SHORT_HASH] or MISSING, small=f"seed {seed}", title=found, kind="hash")
 
-    return [[cell(seed, name) for seed in arm.runs] for name in HASHES]
+    return [[cell(seed, name) for seed in arm.runs] for name in names]
 
 
 def _hash_cells(by_seed: Mapping[int, ProofLine]) -> list[Cell]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from stability.analysis.held_out_losses import held_out_differences
+from stability.analysis.ladder import yardstick_of
 from stability.analysis.number_text import nats
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
@@ -175,6 +176,8 @@ def _held_out_differences(study: RecordedStudy, arm: RecordedArm) -> BySeed:
 
 def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Section:
     """Return the drift of each arm over the steps, for each drift metric."""
+    yardstick = yardstick_of(study)
+    least = f"the yardstick {yardstick}" if yardstick else "the changes that you accept"
     chart = make_chart(
         "drift",
         "Distance from the baseline's weights",
@@ -196,9 +199,9 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             "A straight rise on linear steps is exponential growth. W1 is blind to position, so "
             "it is far smaller than the others and never stands alone."
         ),
-        good="a candidate runs below the yardstick from the first step on, and rerun stays at 0.",
+        good=f"a candidate runs below {least} from the first step on, and rerun stays at 0.",
         bad=(
-            "a candidate starts above the yardstick. That all arms meet at the end is no sign of "
+            f"a candidate starts above {least}. That all arms meet at the end is no sign of "
             "either: chaos brings even the 1-ULP nudge there."
         ),
         height=520,

@@ -77,6 +77,37 @@ def test_table_holds_the_numbers_of_the_ladder(page, finished):
         ]
 
 
+def rendered(study):
+    return render(study, ladder_of(study)).replace(get_plotlyjs(), "")
+
+
+def test_without_a_yardstick_neither_text_nor_column_is_of_one(finished, page):
+    bare = rendered(replace(read_study(finished), yardstick=""))
+    for name, shown in (("with", page), ("without", bare)):
+        has = name == "with"
+        table = shown[shown.index('<section id="top">') : shown.index('<section id="changes">')]
+        assert ("times fp32" in table) == has
+        assert ("Ratios are taken" in table) == has
+        assert ("yardstick" in shown[: shown.index('id="data"')]) == has
+        head, line = (
+            re.search(pattern, table, re.DOTALL).group(0)
+            for pattern in (r"<thead>.*?</thead>", r'<th scope="row">flash_fa2<.*?</tr>')
+        )
+        steps = re.findall(r"<th[^>]*>step (\d+)", head)
+        assert steps == ["20", "200", "200", *(["20", "200"] if has else [])]
+        assert line.count('<td class="num') == 1 + len(steps), "a cell for each head"
+
+
+def test_the_reference_is_the_yardstick_of_a_page_whose_study_names_none(finished):
+    study = read_study(finished)
+    arms = tuple(replace(x, role="reference") if x.name == "fp32" else x for x in study.arms)
+    page = rendered(replace(study, yardstick="", arms=arms))
+    assert "times fp32" in page
+    assert "a candidate runs below the yardstick fp32 from" in page
+    lines = [shape["name"] for shape in figures_of(page)["ladder"]["layout"]["shapes"]]
+    assert lines == ["fp32", "fp32"]
+
+
 def choices_of(page, section):
     """The options of each choice of a section, by name."""
     text = re.search(rf'<section id="section-{section}".*?</section>', page, re.DOTALL).group(0)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from stability.analysis.study_records import RecordedArm
-from stability.report.page.tables import changes, numerics_text
+from stability.analysis.study_hashes import shown_hashes
+from stability.analysis.study_records import RecordedArm, read_study
+from stability.report.page.tables import MARKS, changes, hash_lines, numerics_text, proof_legend
 from tests.stability.analysis.test_advice import of
 
 
@@ -70,3 +71,49 @@ def test_what_is_resolved_by_our_own_trainer_is_shown_whole():
     manifest = SimpleNamespace(resolved={"engine": "twin"}, config={})
     text = numerics_text(SimpleNamespace(runs={0: SimpleNamespace(manifest=manifest)}))
     assert text == '{\n  "engine": "twin"\n}'
+
+
+def with_hashes(study, **values):
+    """Return the study as if each run had other hashes besides."""
+    arms = []
+    for arm in study.arms:
+        runs = {
+            seed: replace(
+                run, manifest=replace(run.manifest, hashes={**run.manifest.hashes, **values})
+            )
+            for seed, run in arm.runs.items()
+        }
+        arms.append(replace(arm, runs=runs))
+    return replace(study, arms=tuple(arms))
+
+
+def test_of_a_command_no_hash_is_shown_that_it_can_not_have(finished):
+    ours = read_study(finished)
+    command = replace(ours, base={"program": "python train.py", "train": ours.base["train"]})
+    assert shown_hashes(ours) == ("init_weights", "text", "held_out", "batches", "final_weights")
+    assert shown_hashes(command) == ("init_weights", "batches", "final_weights")
+    evaluated = with_hashes(command, held_out="5" * 64)
+    assert shown_hashes(evaluated) == ("init_weights", "held_out", "batches", "final_weights")
+    for study in (ours, command, evaluated):
+        assert {len(line.cells) for line in hash_lines(study)} == {len(shown_hashes(study))}
+    (first, *_) = hash_lines(command)[0].cells[1]
+    assert first.title == command.arms[0].runs[0].manifest.hashes["batches"], "under its own head"
+
+
+def test_each_mark_that_is_shown_is_explained_and_no_other(finished):
+    def shown(study):
+        cells = [cell for line in hash_lines(study)[1:] for of in line.cells for cell in of]
+        return {cell.text.split()[0] for cell in cells}
+
+    def explained(study):
+        return {mark for mark in MARKS.values() if f"{mark} " in proof_legend(study)}
+
+    ours = read_study(finished)
+    whole = with_hashes(ours, held_out="5" * 64)
+    arms = [replace(arm, diff={}) if arm.name == "init_seed" else arm for arm in whole.arms]
+    broken = replace(whole, arms=tuple(arms))
+    assert explained(ours) == shown(ours) == {"✓", "≠", "?"}
+    assert explained(whole) == shown(whole) == {"✓", "≠"}
+    assert explained(broken) == shown(broken) == {"✓", "≠", "✗"}
+    assert "? unknown: one of the two runs has none on record" in proof_legend(ours)
+    assert proof_legend(replace(ours, arms=ours.arms[:1])) == ""
