@@ -29,7 +29,7 @@ EXAMPLES = {
     "workspace": "stability workspace runs/quickstart --json",
     "fork": "stability fork runs/mine/baseline/seed-0 --at 20 --set flags.lr=0.001",
     "bisect": "stability bisect runs/quickstart/baseline/seed-0 --at 20 --set attention=flash",
-    "init": "stability init --template kernel",
+    "init": "stability init --candidate lr=0.2 --broken lr=1 -- python train.py --lr 0.1 --seed 0",
     "adopt": "stability adopt baseline=checkpoints/a candidate=checkpoints/b",
     "record": "stability record --study mine --arm baseline -- python train.py --seed {seed}",
     "compare": "stability compare one.safetensors other.safetensors",

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.init import _updates, _with_seed, study_text
+from stability.cli.command_parts import with_seed
+from stability.cli.init import _updates
+from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -394,7 +396,7 @@ def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_giv
 def test_a_seed_and_flags_are_given_in_the_form_that_the_command_has(
     words: list[str], command: str, tmp_path: Path
 ) -> None:
-    given, _ = _with_seed(["python", "train.py", *words])
+    given, _ = with_seed(["python", "train.py", *words])
     text = study_text("mine", given, {}, 7)
     assert f"command: {command}\n" in text
     path = tmp_path / "study.yaml"
