@@ -13,7 +13,7 @@ from stability.cli.flag_arms import flags_of_arms, with_values_joined
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
 from stability.cli.study_text import study_text
-from stability.cli.templates import Template, write_template
+from stability.cli.templates import Template, check_no_fault, write_template
 from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import command_training, own_steps
 from stability.config.convert import Place
@@ -72,7 +72,8 @@ def init(
         template: what the study asks of: a kernel of your own, the precision of linear layers, a
             script of your own, the layout over ranks, or checkpoints that exist already
         attention: what is in question, in the place of the script's own attention: `flash:fa2`, or
-            your kernel as MODULE:FUNCTION, called as `function(q, k, v, *, causal, scale)`
+            your kernel as MODULE:FUNCTION, called as `function(q, k, v, *, causal, scale)`. With
+            --template kernel it is in the place of my_kernel.py, which is not written then
         candidate: what is in question as FLAG=VALUE, another value of one flag of the command, as
             lr=0.01 or dtype=fp32; true is a bare switch. Another candidate is added in the file
         broken: FLAG=VALUE of an arm that must be found to be harmed, as ten times the learning rate
@@ -80,9 +81,8 @@ def init(
     given_arms = {"candidate": candidate, "broken": broken}
     asked = {arm: text for arm, text in given_arms.items() if text}
     if template is not None:
-        asked |= {"attention": attention} if attention else {}
         _check_template(name, to, steps, asked, has_command=bool(words or env))
-        return write_template(template, to, name or f"my_{template}")
+        return write_template(template, to, name or f"my_{template}", attention)
     name = name or "my_study"
     given, has_seed = with_seed(words or [])
     steps, end = _updates(steps, given)
@@ -255,11 +255,7 @@ def _check_command(
             "init: a command must follow --, as in `-- python train.py`, or --template "
             f"one of {', '.join(get_args(Template))}"
         )
-    if "+" in attention:
-        raise ValueError(
-            f"init: attention must be given without a planted fault, got {attention!r}: the study "
-            "has an arm with one beside it"
-        )
+    check_no_fault(attention)
     if not attention:
         return
     from stability.analysis.gradient_evidence import LOOKS_NEEDED  # heavy: numpy
@@ -313,7 +309,9 @@ def option_help() -> str:
     """Return what the words after the options are."""
     return (
         "--env NAME=VALUE (once for each): a variable that is set for the command\n"
-        "-- COMMAND ...: what to run, e.g. -- python train.py --seed 0 --lr 0.1"
+        "-- COMMAND ...: what to run, e.g. -- python train.py --seed 0 --lr 0.1\n"
+        "\n"
+        "example: stability init --template kernel --attention my_module:my_attention"
     )
 
 

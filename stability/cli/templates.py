@@ -1,6 +1,9 @@
 """What `stability init --template NAME` writes: the files of a first study, and what comes next."""
 
-from dataclasses import dataclass
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -8,9 +11,12 @@ from stability.cli.output import HOLDS, print_line
 from stability.config import shipped
 from stability.records.atomic_files import make_folders, write_text
 
-__all__ = ["Template", "write_template"]
+__all__ = ["Template", "check_no_fault", "write_template"]
 
 Template = Literal["kernel", "precision", "script", "layouts", "checkpoints"]
+_OWN = '{implementation: "my_kernel:attend"'
+"""How the attention in question begins in the template's study."""
+_OF_OWN = " As it comes, my_kernel.py is right, and passes."
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,32 +25,92 @@ class _Files:
 
     sources: dict[str, Path]
     next: tuple[str, ...]
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """What stands in the study's YAML, and what is written in its place."""
+    is_next_here: bool = False
+    """Whether the next commands are of the current folder, and not of the files'."""
 
 
-def write_template(template: Template, to: Path, name: str) -> int:
+def write_template(template: Template, to: Path, name: str, attention: str = "") -> int:
     """Write the files of a template into the folder of `to`, the YAML file of the study `name`.
 
-    ValueError if one of them is there already; then none is written.
+    With an `attention` the study of the template `kernel` is of that one, and no kernel is written.
+    ValueError if a file is there already, or the attention can't be; then none is written.
     """
-    files = _files(template, to, name)
+    if attention and template != "kernel":
+        raise ValueError(
+            "init: attention must be given with a command or with --template kernel, got "
+            f"{attention!r} with --template {template}"
+        )
+    files = _own_attention(attention, to, name) if attention else _files(template, to, name)
     for file in files.sources:
         if (to.parent / file).exists():
+            other = "folder" if len(files.sources) > 1 else "file"
             raise ValueError(
-                f"init: {to.parent / file}: must not be there yet; choose another folder by --to"
+                f"init: {to.parent / file}: must not be there yet; choose another {other} by --to"
             )
     make_folders(to.parent)
     for file, source in files.sources.items():
         text = source.read_text(encoding="utf-8")
         own = text.replace(f"name: my_{template}\n", f"name: {name}\n", 1)
+        for told, instead in files.replaced.items() if file == to.name else ():
+            own = own.replace(told, instead)
         write_text(to.parent / file, own)
     print_line(f"written: {', '.join(str(to.parent / file) for file in files.sources)}")
-    if to.parent != Path():
+    if to.parent != Path() and not files.is_next_here:
         print_line(f"next, in {to.parent}:")
     else:
         print_line("next:")
     for line in files.next:
         print_line(f"  {line}")
     return HOLDS
+
+
+def check_no_fault(attention: str) -> None:
+    """ValueError for an attention in question that has a planted fault already."""
+    if "+" in attention:
+        raise ValueError(
+            f"init: attention must be given without a planted fault, got {attention!r}: the study "
+            "has an arm with one beside it"
+        )
+
+
+def _own_attention(attention: str, to: Path, name: str) -> _Files:
+    """Return the study of the template `kernel`, of an attention that is there already.
+
+    It is imported from the current folder, as `stability check` does, so the next commands are of
+    this folder, wherever the study lies. ValueError if it can't be, or is the baseline's.
+    """
+    written = shlex.quote(str(to))
+    return _Files(
+        {to.name: shipped.configs() / "templates" / "kernel.yaml"},
+        (
+            f"stability check {attention} --quick",
+            f"stability estimate {written}   # how long the next takes here",
+            f"stability run {written}",
+            f"stability verdict runs/{name}",
+        ),
+        {_OWN: _in_yaml(attention), _OF_OWN: "", "study.yaml": str(to)},
+        is_next_here=True,
+    )
+
+
+def _in_yaml(attention: str) -> str:
+    """Return how an arm's attention begins in YAML; ValueError unless it can be the candidate."""
+    check_no_fault(attention)
+    import torch  # heavy
+
+    from stability.probe.attention_registry import attention_from_text, resolve_attention
+
+    config = attention_from_text(attention)
+    resolved = resolve_attention(config, torch.device("cpu"))
+    if resolved.name == resolve_attention("baseline", torch.device("cpu")).name:
+        raise ValueError(
+            f"init: attention must be another one than the baseline's, got {attention!r}: the arm "
+            "in question would change nothing"
+        )
+    profile = f", profile: {json.dumps(config.profile)}" if config.profile else ""
+    return f"{{implementation: {json.dumps(config.implementation)}{profile}"
 
 
 def _files(template: Template, to: Path, name: str) -> _Files:
