@@ -134,7 +134,7 @@ def test_a_flag_is_given_in_the_form_that_the_command_has(
             {"candidate": "dtype=fp32"},
             "another change than the reference that init writes, got 'dtype=fp32': a candidate",
         ),
-        (["--bf16"], {"candidate": "bf16=null"}, "a candidate that is the reference judges noth"),
+        (["--bf16"], {"candidate": "bf16=null"}, "a candidate that is the reference judges"),
         (["--bf16"], {"broken": "bf16=false"}, "the reference that init writes, .*is no harm"),
         (["--lr", "1"], {"candidate": "lr=2", "broken": "lr=2.0"}, "another change than --candid"),
         (["--seed", "0"], {"candidate": "seed=1"}, "must name a flag that the study can set, got"),
