@@ -1,8 +1,8 @@
 """The ladder in the terminal: a table with one line an arm, and below it what the table says.
 
 A narrow terminal gets fewer columns rather than broken ones, and is told which: the sparkline
-leaves first, then W1, then the seeds' ranges, then the late ratio. Leaves out where the numbers
-come from (`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
+leaves first, then W1, then the seeds' ranges, then the late ratio or else the held-out loss. Leaves
+out where the numbers come from (`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -104,10 +104,11 @@ LAYOUTS = (
     _Layout(sparks=True),
     _Layout(),
     _Layout(late_ratio=False),
+    _Layout(held_out=False),
     _Layout(late_ratio=False, held_out=False),
 )
 """From the widest to the narrowest, which is taken even where it does not fit."""
-NARROW = LAYOUTS[-3:]
+NARROW = LAYOUTS[-4:]
 
 
 def print_ladder(ladder: Ladder, console: Console, sparks: DriftSparks | None = None) -> None:
