@@ -60,7 +60,7 @@ SOURCES = ("stability/report/page/assets", "stability/report/terminal")
 are left out, since most changes of theirs change no picture."""
 
 COLUMNS, ROWS = 80, 50
-FIRST_LINES = 28
+FIRST_LINES = 31
 """Of what `show` prints, those of the answer: what follows is the ladder."""
 COLOURS, MOST_OFF = 256, 24
 """Of a committed picture: so many stay, a third of the bytes, and none is off by more of 255."""

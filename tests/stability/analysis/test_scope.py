@@ -17,7 +17,7 @@ def test_it_names_weights_updates_and_device(tmp_path):
     write_snapshot(baseline.snapshot(0), {"w": torch.zeros(30, 40), "b": torch.zeros(25)})
     said = scope_of(read_study(tmp_path))
     assert said.startswith(f"1,225 weights, {STEPS:,} updates")
-    assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; larger models")
+    assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; nothing larger")
 
 
 def test_of_a_gpu_its_own_name_is_told(tmp_path, monkeypatch):
