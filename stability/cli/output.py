@@ -72,9 +72,11 @@ def _in_width(line: str, width: int) -> str:
     indent = line[: len(line) - len(line.lstrip())]
     if len(line) <= width or len(indent) > width // 2:
         return line
+    # the indent apart: before a word that has no room it would be left out
     return textwrap.fill(
-        line,
+        line[len(indent) :],
         width,
+        initial_indent=indent,
         subsequent_indent=f"{indent}  ",
         break_long_words=False,
         break_on_hyphens=False,

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stability.cli import verdict
@@ -147,6 +147,7 @@ def test_a_line_is_wrapped_in_a_terminal_unless_it_is_to_stay_whole(monkeypatch,
     assert len(terminal.getvalue().splitlines()) == (1 if whole else 3)
 
 
+@example(words=[29 * "a"], indent=4, width=32)
 @settings(max_examples=100, deadline=None)
 @given(
     words=st.lists(st.text("abc-/{}", min_size=1, max_size=30), min_size=1, max_size=40),

@@ -129,7 +129,7 @@ def test_answer_is_the_verdict_once_there_is_a_look(study, synthetic, tmp_path):
         "flash_fa2 INCONCLUSIVE",
     ]
     controls = replace(study, arms=tuple(a for a in study.arms if a.axis != "attention"))
-    assert "its controls" in answers(controls, ladder_of(controls))[0]
+    assert "names an attention" in answers(controls, ladder_of(controls))[0]
 
 
 def test_answer_opens_with_a_change_of_the_protocol_before_and_after_the_first_look(
