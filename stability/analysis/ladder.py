@@ -37,6 +37,7 @@ __all__ = [
     "Ladder",
     "Row",
     "early_step_of",
+    "is_reference",
     "ladder_of",
     "w1_floor",
     "yardstick_of",
@@ -162,16 +163,29 @@ def yardstick_of(study: RecordedStudy) -> str:
     return study.yardstick or (reference.name if reference else "")
 
 
+def is_reference(study: RecordedStudy, name: str) -> bool:
+    """Whether that arm is the reference: as good a rounding as the baseline's lies farther off."""
+    arm = study.arm(name)
+    return arm is not None and arm.role == "reference"
+
+
 def early_step_of(study: RecordedStudy) -> int:
     """Return the planned snapshot nearest below the early step asked for, but after step 0.
 
     Where none is asked for it is the step that candidates are judged at, and the first snapshot
     before that is known. The last step is early only in a study that has no snapshot in between.
     """
-    asked = study.early_step or known_step(study)
+    asked = study.early_step or _judged_step(study)
     # before the first update a drift is that of the initial weights alone
     planned = [step for step in study.planned_snapshots if 0 < step < study.steps] or [study.steps]
     return max((step for step in planned if step <= asked), default=planned[0])
+
+
+def _judged_step(study: RecordedStudy) -> int:
+    """Return the judged step, or the last one before it that reruns and the yardstick reach."""
+    name = yardstick_of(study)
+    ends = (arm.until for arm in study.arms if arm.role == "rerun" or arm.name == name)
+    return min([known_step(study), *ends])
 
 
 def w1_floor(study: RecordedStudy, seed: int) -> float | None:

@@ -17,23 +17,23 @@ from stability.analysis.training_evidence import missing_controls, why_inapplica
 from stability.analysis.verdict import judged_candidates
 from stability.config.axes import touches
 
-__all__ = ["plan_gaps"]
+__all__ = ["NO_QUESTION", "plan_gaps"]
+
+NO_QUESTION = "no arm is in question: add one, as `candidate: {flags: {a-flag: its-other-value}}`"
 
 
 def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a clause for each thing that a PASS of `study` lacks, with what to do about it.
 
-    `configs` are those of the first seed's runs, by arm.
+    `configs` are those of the first seed's runs, by arm. Of a study that judges no arm NO_QUESTION
+    alone.
     """
-    found: list[str] = []
     try:
         candidates = judged_candidates(study, study.policy)
     except ValueError:
-        candidates = []
-        found.append(
-            "no arm is in question: add one, as `candidate: {flags: {a-flag: its-other-value}}`"
-        )
-    if not candidates or any(not why_inapplicable(study, arm) for arm in candidates):
+        return [NO_QUESTION]
+    found: list[str] = []
+    if any(not why_inapplicable(study, arm) for arm in candidates):
         found += [": ".join(missing_controls(study))]
     found += [": ".join(why_itself(study, arm)) for arm in candidates]
     swaps = any(touches(arm.diff, ("attention",)) for arm in candidates)

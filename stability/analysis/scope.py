@@ -1,9 +1,13 @@
-"""What a verdict is of: how many weights were trained, for how long and on what.
+"""What a verdict is of: how many values were trained, for how long and on what.
 
-Larger models, longer runs and other devices were not tried, and it says nothing of them.
+Other models, lengths and devices were not tried, and it says nothing of them.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from stability.analysis.study_records import RecordedStudy
+from stability.config.commands import is_command
 from stability.config.schema import BASELINE
 from stability.records.snapshots import count_values
 
@@ -11,17 +15,27 @@ __all__ = ["scope_of"]
 
 
 def scope_of(study: RecordedStudy) -> str:
-    """Return it as a clause, as `842,000 weights, 40 updates, NVIDIA H200`, by the baseline's run.
+    """Return a clause, as `842,000 trained values, 40 updates, NVIDIA H200`, of the baseline's run.
 
-    What is not on record is left out; empty if no run is.
+    What is not on record is left out, as the device of a command where there is a GPU; empty if no
+    run is.
     """
     baseline = study.arm(BASELINE)
     runs = list(baseline.runs.values()) if baseline else []
     run = next((run for run in runs if run.manifest is not None), None)
     if run is None or run.manifest is None:
         return ""
-    environment = run.manifest.environment
-    weights = count_values(run.paths.held_snapshot(0))
-    device = environment.get("gpu") or environment.get("cpu") or ""
-    parts = [f"{weights:,} weights"] if weights else []
-    return ", ".join([*parts, f"{study.steps:,} updates", *([str(device)] if device else [])])
+    count = count_values(run.paths.held_snapshot(0))
+    parts = [f"{count:,} trained values"] if count else []
+    device = _device(study.base, run.manifest.environment)
+    return ", ".join([*parts, f"{study.steps:,} updates", *([device] if device else [])])
+
+
+def _device(base: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    """Return what it was trained on; empty where that is not known: a GPU may have lain idle."""
+    if not environment.get("gpu"):
+        return str(environment.get("cpu", ""))
+    if is_command(base):
+        return ""
+    accelerator = base.get("train", {}).get("accelerator")
+    return str(environment.get("cpu" if accelerator == "cpu" else "gpu", ""))

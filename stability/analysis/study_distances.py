@@ -6,14 +6,16 @@ freezes the window. Leaves out the rule for the step (`window`) and what is made
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window, pick_window, window_changes, window_of
+from stability.config.diff import are_same
 from stability.config.study import PolicyConfig
 from stability.records.distances import SeedDistances, read_distances, with_parents
 from stability.records.paths import StudyPaths
@@ -41,7 +43,7 @@ def why_itself(study: RecordedStudy, arm: RecordedArm) -> tuple[str, str] | tupl
     Its distance from the reference would be 0 whatever the change does.
     """
     reference = reference_of(study)
-    if reference is None or arm.diff != reference.diff:
+    if reference is None or arm.name == reference.name or not _is_same(arm.diff, reference.diff):
         return ()
     return (
         f"{arm.name} changes what {reference.name}, the reference, changes, and would be measured "
@@ -49,6 +51,10 @@ def why_itself(study: RecordedStudy, arm: RecordedArm) -> tuple[str, str] | tupl
         "put another change in question; how far the baseline is from the reference, the ladder "
         "tells",
     )
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(are_same(one[path], other[path]) for path in one)
 
 
 def controls_of(study: RecordedStudy) -> tuple[str, ...]:

@@ -84,10 +84,9 @@ def _why_not(option: str, text: str, other: str) -> str:
         return f"{begin} --{other}, got {text!r}: what is in question is not known to be harmed"
     if option == "candidate":
         return (
-            f"{begin} the reference that init writes, got {text!r}: a candidate that is the "
-            "reference judges nothing, and the study has that arm anyway"
+            f"{begin} a reference to this command, got {text!r}: it would be measured from itself"
         )
-    return f"{begin} the reference that init writes, got {text!r}, which is no harm"
+    return f"{begin} a reference to this command, got {text!r}, which is no harm"
 
 
 def _name_and_value(option: str, text: str) -> tuple[str, str]:
@@ -111,6 +110,8 @@ def _read(option: str, name: str, typed: str, of_command: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{begin}, which is no YAML ({error}); {quote}") from error
     is_word = isinstance(value, str) and typed[0] not in "'\""
+    # YAML's on and no are words of a script, and only true is a switch
+    is_word |= isinstance(value, bool) and typed.lower() not in ("true", "false")
     # beside a flag with a value, as `--compile false`, true is a value and no bare switch
     is_word |= isinstance(value, bool) and of_command is not None and of_command is not True
     if is_word or _is_other_number(value, typed):

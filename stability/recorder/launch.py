@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -154,7 +154,9 @@ def launch(
                     code = process.wait(_LOOK_S)
                     break
                 except subprocess.TimeoutExpired:
-                    meanwhile()
+                    # what is shown of a training must not end its record
+                    with suppress(Exception):
+                        meanwhile()
         except KeyboardInterrupt:
             # the terminal has sent it to the command too, which may save something first
             process.wait()

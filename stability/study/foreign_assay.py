@@ -208,10 +208,10 @@ def _tell_of_newest(
 ) -> None:
     """Tell of the newest look, or update, that came into the spool since the last call."""
     for line in reversed(tail.new_lines()):
-        if line["kind"] == "planted":
+        if line.get("kind") == "planted":
             advanced(line["done"], line["most"], looks_at(line["faults"]))
             return
-        if line["kind"] == "update":
+        if line.get("kind") == "update":
             advanced(line["step"], updates, "updates")
             return
 

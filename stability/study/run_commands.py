@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stability.analysis.pair_contract import recorded_axis
-from stability.analysis.plan_gaps import plan_gaps
+from stability.analysis.plan_gaps import NO_QUESTION, plan_gaps
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.analysis.study_records import read_study
 from stability.callbacks.study_observer import StudyObserver
@@ -104,6 +104,7 @@ def run_commands(
             observer.run_ended(run.arm, run.seed, read_manifest(run.paths.manifest).state, "kept")
             continue
         observer.run_started(index, len(runs), run.arm, run.seed, study.base.train.steps)
+        observer.run_advanced(run.arm, run.seed, 0, None)  # none goes on from a checkpoint
         if run.seed in failed:
             observer.run_ended(run.arm, run.seed, "failed", f"its {BASELINE} has failed")
             continue
@@ -148,7 +149,7 @@ def _tell_ahead(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:
     gaps = _gaps(runs[0].folder, first)
     for gap in gaps:
         observer.study_noted(f"no PASS as it stands: {gap}")
-    if gaps:
+    if gaps and gaps != [NO_QUESTION]:
         observer.study_noted(
             "to change more than the seeds interrupt now, edit the study's file and move "
             f"{runs[0].folder} away: what is judged was sealed there"

@@ -47,6 +47,15 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
     notes = [_drift_note(rung, place) for place, rung, _ in styled]
     lines = _yardstick_lines(ladder)
     least = "the yardstick's dotted line" if lines else "the marks of changes that you accept"
+    roles = {row.arm: row.role for row in ladder.rows}
+    good = f"a candidate's hollow mark lies left of {least}, clear of the nudge's."
+    bad = f"the candidate lies right of {least} early on."
+    if roles.get(ladder.yardstick) == "reference":
+        good = (
+            "a candidate lies at about 1.4 times the reference's dotted line or left of it, as "
+            "another rounding as good as the baseline's does; E is judged, not this distance."
+        )
+        bad = "a candidate lies far right of that early on."
     return make_chart(
         "ladder",
         "How far each change moves the weights",
@@ -56,13 +65,10 @@ def ladder_chart(ladder: Ladder, styles: Mapping[str, ArmStyle]) -> Chart:
             f"{bars_are(len(ladder.seeds))}."
             f"{' Dotted and dashed: the yardstick at these two steps.' if lines else ''}"
         ),
-        good=(
-            f"rerun sits at exactly 0, and a candidate's hollow mark lies left of {least}, clear "
-            "of the nudge's."
-        ),
+        good=f"rerun sits at exactly 0, and {good}",
         bad=(
-            f"the candidate lies right of {least} early on. Filled marks that bunch together mean "
-            "that chaos has caught up: read only the hollow ones."
+            f"{bad} Filled marks that bunch together mean that chaos has caught up: read only the "
+            "hollow ones."
         ),
         height=130 + 40 * len(shown),
         xaxis={

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from stability.analysis.held_out_losses import held_out_differences
-from stability.analysis.ladder import yardstick_of
+from stability.analysis.ladder import is_reference, yardstick_of
 from stability.analysis.number_text import nats
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.schema import BASELINE
@@ -178,6 +178,14 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
     """Return the drift of each arm over the steps, for each drift metric."""
     yardstick = yardstick_of(study)
     least = f"the yardstick {yardstick}" if yardstick else "the changes that you accept"
+    good = f"a candidate runs below {least} from the first step on"
+    bad = f"a candidate starts above {least}."
+    if is_reference(study, yardstick):
+        good = (
+            f"a candidate runs at about 1.4 times {yardstick} or below it early on, as another "
+            "rounding as good as the baseline's does"
+        )
+        bad = "a candidate starts far above that."
     chart = make_chart(
         "drift",
         "Distance from the baseline's weights",
@@ -199,10 +207,10 @@ def drift_section(study: RecordedStudy, styles: Mapping[str, ArmStyle]) -> Secti
             "A straight rise on linear steps is exponential growth. W1 is blind to position, so "
             "it is far smaller than the others and never stands alone."
         ),
-        good=f"a candidate runs below {least} from the first step on, and rerun stays at 0.",
+        good=f"{good}, and rerun stays at 0.",
         bad=(
-            f"a candidate starts above {least}. That all arms meet at the end is no sign of "
-            "either: chaos brings even the 1-ULP nudge there."
+            f"{bad} That all arms meet at the end is no sign of either: chaos brings even the "
+            "1-ULP nudge there."
         ),
         height=520,
         **drift_layout(study.drift_steps, steps=STEPS),

@@ -1,8 +1,9 @@
 """The ladder in the terminal: a table with one line an arm, and below it what the table says.
 
 A narrow terminal gets fewer columns rather than broken ones, and is told which: the sparkline
-leaves first, then W1, then the seeds' ranges, then the late ratio or else the held-out loss. Leaves
-out where the numbers come from (`analysis.ladder`) and every judgement (`analysis.ladder_sentences`).
+leaves first, then W1, then the seeds' ranges, then the late ratio or else the held-out loss.
+Leaves out where the numbers come from (`analysis.ladder`) and every judgement
+(`analysis.ladder_sentences`).
 """
 
 from collections.abc import Iterable, Mapping

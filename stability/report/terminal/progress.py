@@ -64,6 +64,8 @@ class _Assay:
     """The arm, and what is counted: updates of its command, then looks."""
     bar: TaskID
     started: float
+    first: int
+    """How many were done when it was first told of them."""
     done: int = 0
     most: int = 0
 
@@ -192,7 +194,7 @@ class StudyDisplay:
             self._remove_assay()
             name = readable(f"faults on {arm}")
             bar = self._progress.add_task(name, total=most, note=what)
-            self._assay = _Assay((arm, kind), bar, time.monotonic())
+            self._assay = _Assay((arm, kind), bar, time.monotonic(), done)
         self._assay.done, self._assay.most = done, most
         self._progress.update(self._assay.bar, completed=done, total=most, note=what)
 
@@ -237,7 +239,8 @@ class StudyDisplay:
             run = next((each for each in under_way if each.bar == task.id), None)
             assay = self._assay
             if assay is not None and assay.bar == task.id:  # fewer looks may do
-                return f"left {_time_left(assay.started, assay.done, assay.most)}"
+                made, most = assay.done - assay.first, assay.most - assay.first
+                return f"left {_time_left(assay.started, made, most)}"
             if run is None:
                 return f"left {UNKNOWN}"
             return f"left {_time_left(run.started, run.step - run.before, run.steps - run.before)}"

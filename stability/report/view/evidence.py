@@ -133,7 +133,7 @@ def legend_of(rows: Iterable[EvidenceRow]) -> str:
 def scope_line(study: RecordedStudy) -> str:
     """Return the sentence that says what was tried, and that nothing else was."""
     scope = scope_of(study)
-    return f"Tried: {scope}; nothing larger or longer." if scope else ""
+    return f"Tried: {scope}; nothing else." if scope else ""
 
 
 def evidence_rows(verdict: StudyVerdict) -> list[EvidenceRow]:

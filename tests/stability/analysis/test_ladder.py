@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stability.analysis.ladder import ladder_of, w1_floor
+from stability.analysis.ladder import early_step_of, ladder_of, w1_floor
 from stability.analysis.study_records import read_study
 from stability.config.arms import INIT_SEED
 from stability.config.axes import axes_of
@@ -155,6 +155,16 @@ def test_the_step_asked_for_goes_before_the_judged_one(
     synthetic.write_study_json(tmp_path, early_step=asked, policy={"step": named})
     freeze(tmp_path, frozen)
     assert ladder_of(read_study(tmp_path)).early_step == read
+
+
+def test_a_step_that_the_rerun_does_not_reach_is_no_early_one(synthetic, tmp_path):
+    """Else nothing would say that A/A is zero."""
+    synthetic.write_study_json(tmp_path, early_step=0, policy={"step": 20})
+    study = read_study(tmp_path)
+    arms = tuple(replace(x, until=10) if x.role == "rerun" else x for x in study.arms)
+    assert any(arm.until == 10 for arm in arms)
+    assert early_step_of(study) == 20
+    assert early_step_of(replace(study, arms=arms)) == 10
 
 
 def test_a_damaged_window_does_not_take_the_ladder_away(synthetic, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stability.analysis.plan_gaps import plan_gaps
+from stability.analysis.plan_gaps import NO_QUESTION, plan_gaps
 from stability.analysis.study_records import read_study
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import write_sealed
@@ -93,18 +93,19 @@ def test_a_flag_needs_no_probe_and_a_change_of_start_no_reference(tmp_path):
     assert gaps(tmp_path, start, probe=None) == []
 
 
-def test_where_no_arm_is_in_question_that_is_said_with_the_rest(tmp_path):
-    first, *others = gaps(tmp_path, without("fa2"), seeds=1, probe=None)
-    assert first.startswith("no arm is in question: add one, as `candidate: {flags: ")
-    assert [said[:30] for said in others] == ["it has 1 of the 3 seeds of the"]
-    only = {"baseline": ARMS["baseline"]}
-    assert len(gaps(tmp_path, only, probe=None)) == 3
+def test_where_no_arm_is_in_question_that_alone_is_said(tmp_path):
+    assert gaps(tmp_path, without("fa2"), seeds=1, probe=None) == [NO_QUESTION]
+    assert "`candidate: {flags: " in NO_QUESTION
 
 
 def test_what_the_reference_changes_is_in_no_question(tmp_path):
     arms = {**ARMS, "fp32": ("candidate", {"flags.bf16": [True, None]})}
     (said,) = gaps(tmp_path, arms)
     assert said.startswith("fp32 changes what reference, the reference, changes, and would be")
+    told = {**ARMS, "told": ("candidate", {"flags.bf16": [True, 1]})}
+    told["reference"] = ("reference", {"flags.bf16": [True, True]})
+    assert gaps(tmp_path, told) == [], "--bf16 and --bf16 1 are two calls"
+    assert gaps(tmp_path, policy={"candidates": ["reference"]}) == [], "why it can't be is told"
 
 
 def test_an_arm_that_is_judged_shows_no_harm_to_others(tmp_path):

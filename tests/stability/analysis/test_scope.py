@@ -1,5 +1,7 @@
 """What a verdict is of is read from the baseline's run: its size, its length and its device."""
 
+from dataclasses import replace
+
 import torch
 
 from stability.analysis.scope import scope_of
@@ -16,8 +18,8 @@ def test_it_names_weights_updates_and_device(tmp_path):
     assert scope_of(read_study(tmp_path)).startswith(f"{STEPS:,} updates")
     write_snapshot(baseline.snapshot(0), {"w": torch.zeros(30, 40), "b": torch.zeros(25)})
     said = scope_of(read_study(tmp_path))
-    assert said.startswith(f"1,225 weights, {STEPS:,} updates")
-    assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; nothing larger")
+    assert said.startswith(f"1,225 trained values, {STEPS:,} updates")
+    assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; nothing else.")
 
 
 def test_of_a_gpu_its_own_name_is_told(tmp_path, monkeypatch):
@@ -26,6 +28,10 @@ def test_of_a_gpu_its_own_name_is_told(tmp_path, monkeypatch):
     run = study.arm("baseline").runs[study.seeds[0]]
     run.manifest.environment.update(gpu="NVIDIA H200", cpu="Xeon")
     assert scope_of(study).endswith(" updates, NVIDIA H200")
+    on_cpu = {**study.base, "train": {**study.base["train"], "accelerator": "cpu"}}
+    assert scope_of(replace(study, base=on_cpu)).endswith(" updates, Xeon"), "it lay idle"
+    command = {**study.base, "program": "python a.py"}
+    assert scope_of(replace(study, base=command)).endswith(" updates"), "nobody knows"
     run.manifest.environment.update(gpu="")
     assert scope_of(study).endswith(" updates, Xeon")
 

@@ -100,6 +100,10 @@ def test_a_value_is_that_of_yaml_and_comes_back_from_the_file(
         (["--compile", "false"], "compile=true", ["--compile", "true"]),
         (["--compile", "1"], "compile=false", ["--compile", "false"]),
         (["--compile"], "compile=false", []),
+        # of YAML's switches only true and false: others are words of a script
+        (["--lr", "1"], "mixed_precision=no", ["--lr", "1", "--mixed_precision", "no"]),
+        (["--lr", "1"], "compile=on", ["--lr", "1", "--compile", "on"]),
+        (["lr=0.1"], "compile=off", ["lr=0.1", "compile=off"]),
     ],
 )
 def test_a_flag_is_given_in_the_form_that_the_command_has(
@@ -132,10 +136,10 @@ def test_a_flag_is_given_in_the_form_that_the_command_has(
         (
             ["--dtype", "bf16"],
             {"candidate": "dtype=fp32"},
-            "another change than the reference that init writes, got 'dtype=fp32': a candidate",
+            "another change than a reference to this command, got 'dtype=fp32': it would be",
         ),
-        (["--bf16"], {"candidate": "bf16=null"}, "a candidate that is the reference judges"),
-        (["--bf16"], {"broken": "bf16=false"}, "the reference that init writes, .*is no harm"),
+        (["--bf16"], {"candidate": "bf16=null"}, "it would be measured from itself"),
+        (["--bf16"], {"broken": "bf16=false"}, "a reference to this command, .*is no harm"),
         (["--lr", "1"], {"candidate": "lr=2", "broken": "lr=2.0"}, "another change than --candid"),
         (["--seed", "0"], {"candidate": "seed=1"}, "must name a flag that the study can set, got"),
         (["--x", "1", "--x", "2"], {"candidate": "x=1"}, "must name a flag that the study can set"),
@@ -185,7 +189,7 @@ def test_a_change_that_is_near_one_that_is_refused_is_taken(tmp_path: Path) -> N
         ),
         (
             ["--candidate", "bf16=false", "--", *PLAIN, "--bf16"],
-            "a candidate that is the reference judges nothing",
+            "it would be measured from itself",
         ),
     ],
 )

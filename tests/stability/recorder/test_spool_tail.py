@@ -20,6 +20,10 @@ def _line(step: int, **losses: float) -> str:
     return json.dumps({"kind": "update", "step": step, "losses": losses}) + "\n"
 
 
+def _begin(rank: int) -> str:
+    return json.dumps({"kind": "begin", "rank": rank}) + "\n"
+
+
 def _append(path: Path, text: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
@@ -29,8 +33,8 @@ def test_each_line_is_told_once_and_only_whole(tmp_path: Path) -> None:
     tail, path = SpoolTail(tmp_path), tmp_path / "rank-0-7.jsonl"
     assert tail.new_lines() == []
     first, second = _line(1, a=2.5), _line(2, a=2.25)
-    _append(path, first + second[:9])
-    assert [line["step"] for line in tail.new_lines()] == [1]
+    _append(path, _begin(0) + first + second[:9])
+    assert [line.get("step") for line in tail.new_lines()] == [None, 1]
     assert tail.new_lines() == []
     _append(path, second[9:])
     assert [line["step"] for line in tail.new_lines()] == [2]
@@ -39,7 +43,11 @@ def test_each_line_is_told_once_and_only_whole(tmp_path: Path) -> None:
 def test_the_newest_update_is_told_with_its_loss_where_there_is_one(tmp_path: Path) -> None:
     told: list[tuple[int, float | None]] = []
     look = telling_updates(tmp_path, lambda *now: told.append(now))
-    path, other = tmp_path / "rank-0-7.jsonl", tmp_path / "rank-1-8.jsonl"
+    # a process that was spawned has its rank in its first line alone
+    path, other = tmp_path / "rank-0-7.jsonl", tmp_path / "rank-0-8.jsonl"
+    look()
+    _append(path, _begin(0))
+    _append(other, _begin(1))
     look()
     for lines in (_line(1, a=2.5) + _line(2, a=2.25), _line(3), _line(4, a=2.0, b=9.0)):
         _append(path, lines)
@@ -47,6 +55,29 @@ def test_the_newest_update_is_told_with_its_loss_where_there_is_one(tmp_path: Pa
         look()
         look()
     assert told == [(2, 2.25), (3, None), (4, None)]
+
+
+def test_what_can_not_be_read_is_passed_over(tmp_path: Path) -> None:
+    tail = SpoolTail(tmp_path)
+    (tmp_path / "rank-0-1.jsonl").write_text("no JSON\n")
+    (tmp_path / "rank-0-2.jsonl").write_text(f"[1]\n{_begin(0)}{_line(3)}")
+    (tmp_path / "rank-0-3.jsonl").mkdir()
+    assert [line.get("step") for line in tail.new_lines()] == [None, 3]
+
+
+def test_what_is_shown_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_LOOK_S", 0.05)
+    asked: list[int] = []
+
+    def fail() -> None:
+        asked.append(1)
+        raise OSError("stale file handle")
+
+    source = "import time; time.sleep(0.5); print('ended')"
+    words = [sys.executable, "-S", "-c", source]
+    assert launch(words, {}, output=tmp_path / "said", meanwhile=fail).code == 0
+    assert asked
+    assert (tmp_path / "said").read_text() == "ended\n"
 
 
 def test_a_command_is_looked_after_while_it_runs(
@@ -91,7 +122,8 @@ class _Watching(SilentObserver):
         super().run_advanced(arm, seed, step, loss)
         if not Path("ended").exists():
             assert (arm, seed) == ("baseline", 0)
-            assert loss is not None
+            assert (loss is None) == (step == 0)
+        if step and not Path("ended").exists():
             Path("seen").write_text(str(step))
 
 

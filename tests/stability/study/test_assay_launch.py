@@ -65,7 +65,7 @@ def test_how_far_the_planting_has_come_is_told_as_it_goes(tmp_path: Path) -> Non
             file.writelines(json.dumps(line) + "\n" for line in lines)
         foreign_assay._tell_of_newest(tail, 24, lambda *given: told.append(given))
 
-    write({"kind": "begin"})
+    write({"kind": "begin", "rank": 0}, {"odd": "line of a script's own"})
     write({"kind": "update", "step": 1}, {"kind": "update", "step": 2}, {"kind": "state"})
     write()
     write(

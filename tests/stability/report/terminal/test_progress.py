@@ -161,6 +161,8 @@ def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
         assert "faults on" in last_frame(file)[-1]
         assert "24/24 updates" in last_frame(file)[-1]
         display.assay_advanced("fused_attention", 1, 24, "looks, 11 faults open")
+        display._progress.refresh()
+        assert last_frame(file)[-1].endswith("left -:--:--"), "nothing is known of its pace"
         clock[0] = 13.0
         display.assay_advanced("fused_attention", 4, 24, "looks, 2 faults open")
         clock[0] = 14.0
@@ -169,7 +171,7 @@ def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
         study, bar = last_frame(file)[-2:]
         assert study.endswith("measures now")
         assert "5/24 looks, 2 faults open" in bar
-        assert bar.endswith("left 0:00:15")  # five in 4 s, and at most 19 more
+        assert bar.endswith("left 0:00:19")  # since the first four in 4 s, and at most 19 more
         assert len(bar) <= 80
     assert "faults on" not in last_frame(file)[-1], "what is done leaves no bar"
 
