@@ -69,7 +69,8 @@ def written_with_bar(values: SeedValues, write: Callable[[float], str], *, relat
     """
     text, interval = write(values.mean), values.interval
     if interval.low < interval.high:
-        return f"{text.partition('e')[0]} {_bracketed(text, interval.low, interval.high, write)}"
+        ends = _bracketed(text, interval.low, interval.high, write)
+        return f"{text.partition('e')[0] if ']e' in ends else text} {ends}"
     half_range = (values.high - values.low) / 2
     if half_range > 0:
         share = 100 * half_range / abs(values.mean) if values.mean else 0.0
@@ -80,13 +81,15 @@ def written_with_bar(values: SeedValues, write: Callable[[float], str], *, relat
 def _bracketed(mean: str, low: float, high: float, write: Callable[[float], str]) -> str:
     """Write an interval without what its ends share with the text of the mean.
 
-    `[1.1, 1.3]e-04` beside `1.2e-04`, `[0.58, 0.66]` beside `0.62x`.
+    `[1.1, 1.3]e-04` beside `1.2e-04`, `[0.58, 0.66]` beside `0.62x`, `[2.5, 3.4]e-07x` beside
+    `3.0e-07x`.
     """
-    _, _, exponent = mean.partition("e")
+    _, _, exponent = mean.removesuffix("x").partition("e")
     scale = 10.0 ** int(exponent) if exponent else 1.0
     # below a twentieth of the shared power of ten an end would be written as 0
     if exponent and min(abs(low), abs(high)) >= 0.05 * scale:
-        return f"[{low / scale:.1f}, {high / scale:.1f}]e{exponent}"
+        unit = "x" if mean.endswith("x") else ""
+        return f"[{low / scale:.1f}, {high / scale:.1f}]e{exponent}{unit}"
     return f"[{write(low).removesuffix('x')}, {write(high).removesuffix('x')}]"
 
 
