@@ -28,6 +28,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_page_is_gone_through(place):
     gone = 0

@@ -210,6 +210,7 @@ UNREACHED = re.compile(
 """What pip says of an index that it can't reach; a conflict of versions is none of it."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the oldest set is of Python 3.11")
 def test_a_study_comes_to_its_verdict_beside_the_oldest_versions(

@@ -66,6 +66,7 @@ def left(*folders):
     return sum(x.stat().st_size for folder in folders for x in folder.rglob("*") if x.is_file())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_disk_and_memory_are_those_of_the_runs_and_nothing_is_left(folder, capsys):
     held = f"import torch\nheld = torch.ones({LARGE // 4})\n"

@@ -14,6 +14,7 @@ KEYS = {"blocks.0.qkv.bias": ((64, 128),), "blocks.1.qkv.bias": ((64, 128),)}
 """Of q, k and v of width 64 in one bias those of k."""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_bias_of_keys_hides_no_error_of_an_attention(tmp_path: Path) -> None:
     study = Recording(tmp_path, [sys.executable, str(GPT)])

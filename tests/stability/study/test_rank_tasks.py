@@ -276,6 +276,7 @@ def _train(study: Path, out: Path, tasks: int, **variables: str) -> list[tuple[i
     return [(each.returncode, text) for each, text in zip(started, said, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_that_are_tasks_end_in_the_bits_of_ranks_of_one_command(write_layout, tmp_path):
     study = write_layout()

@@ -160,6 +160,7 @@ def test_a_recipe_is_refused_where_it_would_not_be_computed(write_study):
         check_layout(ranks)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_recipe_moves_the_weights_as_far_as_its_bits_say_and_the_model_learns(
     write_study, run_tiny, tmp_path
