@@ -173,8 +173,11 @@ def _print(report: "CheckReport") -> None:
         print_line(textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent="  "))
 
     say(report.sentence)
-    for finding in _rests_on(report)[:8]:
+    findings = _rests_on(report)[:8]
+    for finding in findings:
         say(f"{', '.join(finding.dtypes)}: {finding.sentence}", 2)
+    for line in _inputs_named("\n".join([report.sentence, *(x.sentence for x in findings)])):
+        say(line, 2)
     for reason, cells in report.unsupported.items():
         say(f"unsupported in {len(cells)} cells: {reason}", 2)
     if report.autocast:
@@ -214,6 +217,13 @@ def _table(report: "CheckReport") -> "Table":
             if row:
                 table.add_row(dtype, result, *row)
     return table
+
+
+def _inputs_named(text: str) -> list[str]:
+    """Return what the inputs are that a text names, such as 'rare rows' inputs, a line for each."""
+    from attention_kernels.testing.laws import LAWS  # heavy: torch
+
+    return [f"{name!r} inputs: {law.what}" for name, law in LAWS.items() if f"{name!r}" in text]
 
 
 def _rests_on(report: "CheckReport") -> "list[Finding]":

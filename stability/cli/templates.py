@@ -26,7 +26,7 @@ class _Files:
     sources: dict[str, Path]
     next: tuple[str, ...]
     replaced: Mapping[str, str] = field(default_factory=dict)
-    """What stands in the study's YAML, and what is written in its place."""
+    """What stands in the study's YAML, and what is written in its place; its own name always is."""
     is_next_here: bool = False
     """Whether the next commands are of the current folder, and not of the files'."""
 
@@ -53,7 +53,8 @@ def write_template(template: Template, to: Path, name: str, attention: str = "")
     for file, source in files.sources.items():
         text = source.read_text(encoding="utf-8")
         own = text.replace(f"name: my_{template}\n", f"name: {name}\n", 1)
-        for told, instead in files.replaced.items() if file == to.name else ():
+        replaced = {"study.yaml": shlex.quote(to.name), **files.replaced} if file == to.name else {}
+        for told, instead in replaced.items():
             own = own.replace(told, instead)
         write_text(to.parent / file, own)
     print_line(f"written: {', '.join(str(to.parent / file) for file in files.sources)}")
@@ -90,7 +91,7 @@ def _own_attention(attention: str, to: Path, name: str) -> _Files:
             f"stability run {written}",
             f"stability verdict runs/{name}",
         ),
-        {_OWN: _in_yaml(attention), _OF_OWN: "", "study.yaml": str(to)},
+        {_OWN: _in_yaml(attention), _OF_OWN: "", "study.yaml": written},
         is_next_here=True,
     )
 
@@ -115,14 +116,15 @@ def _in_yaml(attention: str) -> str:
 
 def _files(template: Template, to: Path, name: str) -> _Files:
     templates, examples = shipped.configs() / "templates", shipped.examples()
-    run = f"stability run {to.name}"
+    study = shlex.quote(to.name)
+    run = f"stability run {study}"
     if template == "kernel":
         kernel = shipped.experiments() / "own_kernel" / "own_kernel.py"
         return _Files(
             {"my_kernel.py": kernel, to.name: templates / "kernel.yaml"},
             (
                 "stability check my_kernel:attend --quick   # put your kernel into my_kernel.py",
-                f"stability estimate {to.name}   # how long the next takes here",
+                f"stability estimate {study}   # how long the next takes here",
                 run,
                 f"stability verdict runs/{name}",
             ),
@@ -144,5 +146,5 @@ def _files(template: Template, to: Path, name: str) -> _Files:
         )
     return _Files(
         {to.name: templates / f"{template}.yaml"},
-        (f"stability estimate {to.name}", run, f"stability verdict runs/{name}"),
+        (f"stability estimate {study}", run, f"stability verdict runs/{name}"),
     )

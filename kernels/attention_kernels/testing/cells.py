@@ -165,9 +165,9 @@ def not_looked_at(cells: Sequence[Cell]) -> str:
 
     Of each size, such as the head_dim, nothing is known beyond the largest that a cell has.
     """
-    words = [f"the law {law!r}" for law in _laws(FULL) if law not in _laws(cells)]
+    words = [f"{law!r} inputs" for law in _laws(FULL) if law not in _laws(cells)]
     full_alone = [law for law in _laws(FULL, False) if law not in _laws(cells, False)]
-    words += [f"laws but normal without a causal mask ({len(full_alone)})"] if full_alone else []
+    words += [f"inputs but normal without a causal mask ({len(full_alone)})"] if full_alone else []
     for what in ("head_dim", "length"):
         unseen = sorted(_sizes(FULL, what) - _sizes(cells, what))
         words += [f"{what} {', '.join(map(str, unseen))}"] if unseen else []

@@ -56,7 +56,7 @@ def rows_in_words(rows: Sequence[int], length: int, what: str = "row") -> str:
         return f"{what}s {rows[0]} to {rows[-1]} of {length}"
     steps = {b - a for a, b in itertools.pairwise(rows)}
     if len(steps) == 1:
-        return f"{what}s {numbers_in_words(rows)}, each {steps.pop()}th of {length}"
+        return f"{what}s {numbers_in_words(rows)}, {steps.pop()} apart, of {length}"
     return f"{what}s {numbers_in_words(rows)} of {length}"
 
 
@@ -73,7 +73,7 @@ def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell]) -> str:
             return trait
     laws = {cell.law for cell in failing}
     if len(laws) == 1 and laws != {"normal"}:
-        return f"only under the law {laws.pop()!r}"
+        return f"only on {laws.pop()!r} inputs"
     shared = [
         trait
         for trait, has in _TRAITS.items()
@@ -108,7 +108,7 @@ def breach_sentence(breach: Breach, wheres: Sequence[Reference], cells: int) -> 
     if len(wheres) == cells:
         return f"{breach.sentence}, in every cell"
     laws = {where.cell.law for where in wheres}
-    law = f", only under the law {laws.pop()!r}" if len(laws) == 1 and laws != {"normal"} else ""
+    law = f", only on {laws.pop()!r} inputs" if len(laws) == 1 and laws != {"normal"} else ""
     return f"{breach.sentence}, in {len(wheres)} of {cells} cells, e.g. {wheres[0].cell}{law}"
 
 
@@ -128,7 +128,7 @@ def refusals_in_words(unsupported: Mapping[str, Sequence[str]], plain: Sequence[
 
 def excess_sentence(excess: Excess) -> str:
     """Return one excess with its number, standard error and limit."""
-    heads, law = heads_in_words(excess.heads, excess.of_heads), f"under {excess.law!r}"
+    heads, law = heads_in_words(excess.heads, excess.of_heads), f"on {excess.law!r} inputs"
     if excess.statistic == "gain":
         return (
             f"{excess.result} is {factor_in_words(excess.value, excess.error)} times what it "

@@ -59,6 +59,26 @@ def test_of_how_far_a_result_errs_one_line_is_printed_and_none_that_is_said_abov
     ]
 
 
+def test_what_the_inputs_are_that_a_finding_names_is_told_once(capsys):
+    report = CheckReport(
+        name="mine",
+        dtypes=("bf16",),
+        cells=2,
+        findings=tuple(
+            Finding(what="gain", noun=noun, sentence=f"{noun} is off, {on}", dtypes=("bf16",))
+            for noun, on in (
+                ("out", "on 'rare rows' inputs"),
+                ("dq", "only on 'rare rows' inputs"),
+                ("dk", "on 'given' inputs"),
+            )
+        ),
+    )
+    _print(report)
+    assert capsys.readouterr().out.splitlines()[3:] == [
+        "  'rare rows' inputs: 3 rows of q in 100 times 10, 3 keys in 100 times 3"
+    ]
+
+
 def test_what_autocast_changes_is_printed_beside_the_answer(capsys):
     said = "Under autocast, as in a bf16-mixed study, it gives other bits (out)"
     _print(CheckReport(name="mine", dtypes=("bf16",), cells=1, autocast=said))

@@ -43,6 +43,15 @@ def test_every_template_is_known():
     assert sorted(get_args(Template)) == sorted(FILES)
 
 
+@pytest.mark.parametrize("template", sorted(set(FILES) - {"checkpoints"}))
+def test_a_study_under_another_name_says_its_own_in_what_it_tells_to_run(template, empty, capsys):
+    assert code_of("init", "--template", template, "--to", "my study.yaml") == 0
+    assert "stability run 'my study.yaml'" in capsys.readouterr().out
+    written = (empty / "my study.yaml").read_text()
+    assert "stability run 'my study.yaml'" in written
+    assert "study.yaml" not in written.replace("'my study.yaml'", "")
+
+
 @pytest.mark.parametrize("template", FILES)
 def test_a_template_writes_a_study_that_can_end_in_a_verdict(template, empty, capsys):
     assert code_of("init", "--template", template, "--name", "asked", "--to", "sub/study.yaml") == 0
