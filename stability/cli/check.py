@@ -198,8 +198,10 @@ def _print(report: "CheckReport") -> None:
         listed = ", ".join(result for result in _RESULTS if result in above)
         say(
             f"Of {listed} the largest ratio is above 2. A verdict's limit of 2 is on a mean over "
-            "the study's own inputs, mostly a smaller figure: only for a kernel that is meant to "
-            "round more write policy: {max_error_ratio: 4.0} into the study before its first run."
+            "the study's own inputs, mostly a smaller figure. A kernel that takes delta from the "
+            "rounded output, as FlashAttention-2 does, errs some 3 times in dq by design: the study "
+            "of `stability init --template kernel` allows 4; write policy: {max_error_ratio: 4.0} "
+            "into another one before its first run."
         )
 
 

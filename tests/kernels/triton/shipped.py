@@ -42,8 +42,6 @@ from attention_kernels.triton.ahead import (
 
 FIGURES = Path(__file__).with_name("shipped.json")
 HEAD_DIMS = (64, 128, 256)
-WIDE = ("fa1", "fa2", "fa3")
-"""Profiles that are compiled at head_dim 256 as well, which takes minutes each."""
 GROUPS = (1, 4, 8)
 DTYPE = torch.bfloat16
 DIALLED = ("forward_kernel", "dq_kernel", "dkv_kernel")
@@ -65,8 +63,6 @@ class Case(NamedTuple):
 def _cases() -> Iterator[Case]:
     for d, head_dim in enumerate(HEAD_DIMS):
         for p, profile in enumerate(PROFILES):
-            if head_dim == 256 and profile not in WIDE:
-                continue
             for a, arch in enumerate(SHARED_MEMORY):
                 at = p + d + a
                 yield Case(profile, head_dim, arch, GROUPS[at % 3], bool(at % 2))
