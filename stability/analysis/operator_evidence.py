@@ -140,6 +140,11 @@ class _Place(NamedTuple):
             return self.mean * math.exp(-min(reach, 700.0)), self.mean * math.exp(min(reach, 700.0))
         return self.mean - reach, self.mean + reach
 
+    def is_beyond(self, alpha: float) -> bool:
+        """Whether the whole interval lies beyond the limit."""
+        low, high = self.interval(alpha)
+        return low > self.limit or (self.kind != "error" and high < -self.limit)
+
 
 def judge_operator(
     tables: Sequence[PlaceTable], policy: PolicyConfig, *, nonfinite: float = 0.0
@@ -180,9 +185,10 @@ def judge_operator(
     shown = places if state == "harmed" else deciding
     worst: dict[Judged, _Place | None] = {kind: _worst(shown, kind) for kind in KINDS}
     if state == "harmed":
-        sentence = _harm_sentence(families, looks, alpha)
+        sentence = _harm_sentence(families, looks, alpha) + _by_design(families, alpha)
     else:
         sentence = _wild_sentence(wild) + _worst_sentence(deciding, worst, looks, alpha)
+        sentence += _not_together(deciding, harmed, alpha)
     return LevelEvidence(
         level="operator",
         state=state,
@@ -269,6 +275,31 @@ def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: floa
         "bias": f"errs by {value} ULP on average ({limit})",
     }[one.kind]
     return f"In {one.where}, {one.what} {said}, over {looks} looks."
+
+
+def _by_design(families: Sequence[Sequence[_Place]], alpha: float) -> str:
+    """Return what is known to err so by its design, where that alone is the harm; else empty."""
+    sure = [one for family in families for one in family if 3 * len(family) * one.p_harmed <= alpha]
+    if any(x.kind != "error" or x.what not in ("dq", "dk") or x.mean > 4 for x in sure):
+        return ""
+    if any(one.limit >= 4 for one in sure):
+        return ""
+    return (
+        " A kernel that takes delta from the rounded output, as FlashAttention-2 does, errs some 3 "
+        "times as far in dq by design: `policy: {max_error_ratio: 4.0}`, in a study of another "
+        "name, allows it."
+    )
+
+
+def _not_together(deciding: Sequence[_Place], harmed: float, alpha: float) -> str:
+    """Return why a figure whose interval is beyond its limit is no harm yet; empty if none is."""
+    beyond = [one for one in deciding if one.is_beyond(alpha)]
+    if not beyond:
+        return ""
+    return (
+        f" An interval beyond its limit is no FAIL yet: each is of one figure, and of all figures "
+        f"together such a one may be chance (p {harmed:.2g}, a FAIL needs {alpha:.2g})."
+    )
 
 
 _WILD_DECIDES = "what the attention does there, which more looks can't excuse"

@@ -425,3 +425,46 @@ def test_a_golden_that_always_raised_is_said_where_nothing_was_measured():
     )
     assert found.state == "not measured"
     assert "golden: OutOfMemoryError: 3 GiB" in found.sentence
+
+
+def _errs(results, *, ratio, looks=12, spread=1.02):
+    """Return what is judged of an attention that errs `ratio` times as far in some results."""
+    metrics = _log(np.random.default_rng(7), looks=looks)
+    for name, series in metrics.items():
+        if name.endswith("/error_ratio") and any(f"/{what}/" in name for what in results):
+            series.values = [ratio * spread ** (-1) ** look for look in range(looks)]
+    return judge_operator(place_tables(metrics), POLICY)
+
+
+@pytest.mark.parametrize(
+    ("results", "ratio", "is_told"),
+    [
+        (("dq",), 3.0, True),
+        (("dq", "dk"), 3.0, True),
+        (("dq",), 5.0, False),
+        (("dv",), 3.0, False),
+        (("dq", "out"), 3.0, False),
+    ],
+)
+def test_harm_of_dq_alone_that_a_usual_kernel_has_by_design_names_the_policy(
+    results, ratio, is_told
+):
+    found = _errs(results, ratio=ratio)
+    assert found.state == "harmed"
+    assert ("`policy: {max_error_ratio: 4.0}`" in found.sentence) == is_told
+
+
+def test_a_gain_beside_it_is_no_design():
+    metrics = _log(np.random.default_rng(7), gain=0.01)
+    for name, series in metrics.items():
+        if name.endswith("dq/error_ratio"):
+            series.values = [3.0] * len(series.values)
+    assert "by design" not in judge_operator(place_tables(metrics), POLICY).sentence
+
+
+def test_an_interval_beyond_its_limit_that_is_no_harm_says_why():
+    found = _errs(("dq",), ratio=2.6, looks=4, spread=1.08)
+    assert found.state == "undecided"
+    assert "An interval beyond its limit is no FAIL yet" in found.sentence
+    assert f"(p {found.p_harmed:.2g}, a FAIL needs 0.0" in found.sentence
+    assert "no FAIL yet" not in _judge(np.random.default_rng(5), looks=2).sentence
