@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from stability.analysis.drift_notes import drift_notes
 from stability.analysis.held_out_losses import held_out_losses, judged_step
 from stability.analysis.seed_values import SeedValues
-from stability.analysis.study_distances import known_step, reference_of
+from stability.analysis.study_distances import known_step, left_out_note, reference_of
 from stability.analysis.study_records import (
     RecordedArm,
     RecordedStudy,
@@ -153,7 +153,7 @@ def ladder_of(study: RecordedStudy) -> Ladder:
         early_step=early,
         last_step=last,
         rows=tuple(sorted(rows, key=_rung)),
-        drift_notes=drift_notes(study),
+        drift_notes=tuple(x for x in (*drift_notes(study), left_out_note(study, early)) if x),
     )
 
 

@@ -316,6 +316,11 @@ def _sentence(found: _Findings, test: _LossTest) -> str:
         if count > 1:
             said += f", by {nats(found.differences[worst])} in the worst, seed {worst}"
         parts.append(said)
+        if interval.high < -found.margin:
+            parts.append(
+                "it is better by more than the limit, which is no harm here, and more than rounding "
+                "does: see that no target reaches the model and that it trains on the same data"
+            )
     if not math.isnan(found.scatter):
         parts.append(f"other initial weights scatter it by {found.scatter:.2g} nats")
     if count:

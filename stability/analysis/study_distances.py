@@ -25,6 +25,7 @@ __all__ = [
     "controls_of",
     "judged_window",
     "known_step",
+    "left_out_note",
     "reference_of",
     "study_distances",
     "why_itself",
@@ -79,6 +80,26 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
         }
         found[seed] = with_parents(_read(folder, seed, _stamp(folder, seed)), known)
     return found
+
+
+def left_out_note(study: RecordedStudy, step: int) -> str:
+    """Return that drift at a step is of values too that E leaves out there; empty if it leaves none.
+
+    Such values, as a key's bias, may be nearly all of a drift, so that arms look alike in it whose E
+    differs. A damaged record says nothing here; the verdict names it.
+    """
+    try:
+        by_seed = study_distances(study, study.seeds)
+    except ValueError:
+        return ""
+    matrices = [found.weights[step] for found in by_seed.values() if step in found.weights]
+    count = max((x.left_out.count for x in matrices if x.left_out), default=0)
+    if not count:
+        return ""
+    return (
+        f"Drift is over all weights. E leaves out values that noise alone moves, {count:,} at step "
+        f"{step}: arms that drift alike may differ in E."
+    )
 
 
 def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[int]) -> Window:

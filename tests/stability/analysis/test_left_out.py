@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from stability.analysis.ladder import ladder_of
+from stability.analysis.ladder_sentences import notes
 from stability.analysis.protocol_check import protocol_of
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_distances import judged_window
@@ -192,3 +194,13 @@ def test_a_distance_that_nobody_knows_is_no_distance(tmp_path):
     found = of(study)
     assert found.state == "not measured"
     assert "known by its sketch alone at step 20 with seed 2" in found.sentence
+
+
+def test_the_ladder_says_that_its_drifts_hold_what_e_leaves_out(tmp_path):
+    def told(study):
+        return [note for note in notes(ladder_of(study)) if "E leaves out" in note]
+
+    study = write_study(tmp_path, parts(candidate=candidate()))
+    assert told(study) == []
+    (said,) = told(left_out(study))
+    assert said.startswith("Drift is over all weights. E leaves out values that noise alone moves, 3 ")

@@ -140,6 +140,8 @@ def test_better_than_the_baseline_is_never_harm(gain):
     assert found.p_harmed > 0.5
     # not equivalent, and that is no failure
     assert (found.figures["p_not_better"] > ALPHA) == (gain > 0.005)
+    # 3 nats better is no rounding: the reader is told to look for a leak
+    assert ("more than rounding does: see that no target" in found.sentence) == (gain > 0.005)
 
 
 def test_a_difference_that_may_lie_on_either_side_of_the_margin_is_undecided():
