@@ -13,6 +13,8 @@ from stability.cli import main as command_line
 __all__ = [
     "BEYOND_THIS_MACHINE",
     "ROOT",
+    "TAKEN",
+    "blocks_for",
     "blocks_of",
     "code_of",
     "commands_of",
@@ -49,6 +51,23 @@ def site_pages():
 def blocks_of(text):
     """Return the fenced blocks of a page: language and content."""
     return re.findall(r"```(\w*)\n(.*?)```", text, flags=re.DOTALL)
+
+
+TAKEN = {}
+"""By page and block (language, content), the tests that have said to go through it."""
+
+
+def blocks_for(test, page, *languages, having=""):
+    """Return the blocks of a page that `test` (FILE::NAME) goes through, in the page's order.
+
+    They are those in `languages` in which the pattern `having` is found, as `blocks_of` has them.
+    Asked for when a file of tests is imported, so that `test_pages` knows of all of them.
+    """
+    blocks = blocks_of((ROOT / page).read_text(encoding="utf-8"))
+    found = [each for each in blocks if each[0] in languages and re.search(having, each[1])]
+    for each in found:
+        TAKEN.setdefault((page, *each), set()).add(test)
+    return found
 
 
 def prose_of(text):

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks_for
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 RECORDS = sorted((ROOT / "experiments" / "results").glob("*.cpu.json"))
+((_, TREE),) = blocks_for(
+    "test_docs.py::test_a_folder_of_the_tree_exists", "docs/architecture.md", "text"
+)
 PATHS = sorted(set(re.findall(r"`((?:[a-z_0-9-]+/)+(?:[A-Za-z_0-9-]+\.[a-z]+)?)`", PAGE)))
 
 
@@ -20,9 +25,8 @@ def test_named_file_exists(path):
 
 
 def test_a_folder_of_the_tree_exists():
-    tree = PAGE.split("```text\n")[1].split("```")[0]
-    folders = [line.split()[0] for line in tree.splitlines() if not line.startswith(" ")]
-    folders += re.findall(r"(?<=[;:,] )[\w/]+/(?= |,|;)", tree)
+    folders = [line.split()[0] for line in TREE.splitlines() if not line.startswith(" ")]
+    folders += re.findall(r"(?<=[;:,] )[\w/]+/(?= |,|;)", TREE)
     assert len(folders) > 12
     within = ("", "stability", "stability/report", "kernels/attention_kernels", "experiments")
     homes = [ROOT / home for home in within]

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from stability.cli.main import main
-from tests.pages import BEYOND_THIS_MACHINE, ROOT, blocks_of, in_short, prose_of
+from tests.pages import BEYOND_THIS_MACHINE, ROOT, blocks_for, in_short, prose_of
 
 PAGE = (ROOT / "docs" / "executors.md").read_text()
-BLOCKS = [block for language, block in blocks_of(PAGE) if language == "sh"]
+TEST = "test_executors_page.py::test_the_page_is_gone_through"
+BLOCKS = [block for _, block in blocks_for(TEST, "docs/executors.md", "sh")]
 
 
 @pytest.fixture

@@ -16,17 +16,39 @@ from stability.config.load import load_study
 from stability.config.study import PolicyConfig
 from stability.records.metric_log import read_metrics
 from stability.records.paths import RunPaths
-from tests.pages import ROOT, blocks_of, code_of
+from tests.pages import ROOT, blocks_for, code_of
 
-POLICY, REPORT, ADOPT, EXTEND = (
-    (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("policy", "read_a_report", "adopt", "extend")
+POLICY, REPORT, EXTEND = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("policy", "read_a_report", "extend")
 )
+HERE = "test_how_to.py::"
+((_, POLICY_SHOWN),) = blocks_for(
+    HERE + "test_the_policy_of_the_page_is_one", "docs/policy.md", "yaml"
+)
+ADOPTING = blocks_for(HERE + "test_checkpoints_are_adopted_as_the_page_says", "docs/adopt.md", "sh")
+OWN = HERE + "test_what_is_of_the_readers_own_trains_and_is_measured"
+NAMES_ITS_FILE = r"^# (\w+\.\w+)\n"
+EXTENDING = [
+    *blocks_for(OWN, "docs/extend.md", "python", "toml", "yaml", having=NAMES_ITS_FILE),
+    *blocks_for(OWN, "docs/extend.md", "sh"),
+]
+((_, FORMATS_ASKED),) = blocks_for(
+    HERE + "test_the_formats_of_the_page_are_there",
+    "docs/extend.md",
+    "python",
+    having="format_named",
+)
+DIFFS = [
+    diff
+    for _, diff in blocks_for(
+        HERE + "test_a_change_of_the_package_does_what_the_page_says", "docs/extend.md", "diff"
+    )
+]
 
 
-def _go_through(text):
+def _go_through(blocks):
     """Run the commands of a page one after another; each ends with 0, or with what it says."""
-    for language, block in blocks_of(text):
+    for language, block in blocks:
         for line in block.splitlines() if language == "sh" else ():
             program, *words = shlex.split(line, comments=True)
             said = re.search(r"# exit code (\d)", line)
@@ -43,9 +65,8 @@ def test_the_table_of_limits_is_the_policys():
 
 
 def test_the_policy_of_the_page_is_one(tmp_path):
-    (block,) = [block for language, block in blocks_of(POLICY) if language == "yaml"]
     content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    policy = yaml.safe_load(block)["policy"]
+    policy = yaml.safe_load(POLICY_SHOWN)["policy"]
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content | {"policy": policy}))
     loaded = load_study(tmp_path / "study.yaml").policy
     default = PolicyConfig()
@@ -68,7 +89,7 @@ def test_the_sections_that_a_reader_is_sent_to_are_those_of_the_page():
 @pytest.mark.slow
 def test_checkpoints_are_adopted_as_the_page_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _go_through(ADOPT)
+    _go_through(ADOPTING)
     said = capsys.readouterr().out
     assert re.search(r"^lr_x2 +declared: the learning rate,", said, flags=re.MULTILINE)
     assert "2 unproven" in said
@@ -91,11 +112,11 @@ def test_checkpoints_are_adopted_as_the_page_says(tmp_path, monkeypatch, capsys)
     assert "checkpoints tell none" in said
 
 
-def _written(text, place):
-    """Write the blocks of a page that name their file in their first line."""
-    for language, block in blocks_of(text):
-        file = re.match(r"# (\w+\.\w+)\n", block)
-        if file and language in ("python", "toml", "yaml"):
+def _written(blocks, place):
+    """Write the blocks that name their file in their first line."""
+    for _, block in blocks:
+        file = re.match(NAMES_ITS_FILE, block)
+        if file:
             (place / file[1]).write_text(block)
 
 
@@ -116,10 +137,10 @@ def test_what_is_of_the_readers_own_trains_and_is_measured(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    _written(EXTEND, tmp_path)
+    _written(EXTENDING, tmp_path)
     _installed(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    _go_through(EXTEND)
+    _go_through(EXTENDING)
     assert "mine" in capsys.readouterr().out
     found = read_metrics(RunPaths.for_run(tmp_path / "runs" / "my_study", "mine", 0).metrics)
     (name,) = re.findall(r"`(deviation/\S+)`", EXTEND)
@@ -128,11 +149,7 @@ def test_what_is_of_the_readers_own_trains_and_is_measured(tmp_path, monkeypatch
 
 
 def test_the_formats_of_the_page_are_there():
-    (block,) = [b for kind, b in blocks_of(EXTEND) if kind == "python" and "format_named" in b]
-    exec(compile(block, "docs/extend.md", "exec"), {})
-
-
-DIFFS = [block for language, block in blocks_of(EXTEND) if language == "diff"]
+    exec(compile(FORMATS_ASKED, "docs/extend.md", "exec"), {})
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=("a metric", "a format"))

@@ -17,7 +17,7 @@ import uvicorn
 import yaml
 
 from stability.cli.main import main
-from tests.pages import blocks_of, code_of, commands_of, in_short
+from tests.pages import blocks_for, code_of, commands_of, in_short
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,20 +33,40 @@ NAMES = [
     "policy",
     "read_a_report",
 ]
-FILES = ["README.md", *(f"docs/{name}.md" for name in NAMES), "experiments/README.md"]
-PAGES = {file: (ROOT / file).read_text() for file in FILES}
-LADDERS = [*PAGES.values(), (ROOT / "docs" / "your_own_training.md").read_text()]
+FILES = [*(f"docs/{name}.md" for name in NAMES), "experiments/README.md"]
+HERE = "test_readme.py::"
 
 
-BLOCKS = [block for text in PAGES.values() for block in blocks_of(text)]
-COMMANDS = commands_of(BLOCKS)
-PYTHON = [block for language, block in BLOCKS if language == "python"]
-OF_README = set(commands_of(blocks_of(README)))
+def blocks_in(language, test):
+    """Return the blocks of these pages in a language that a test of this file goes through."""
+    return [block for file in FILES for block in blocks_for(HERE + test, file, language)]
+
+
+COMMANDS = commands_of(blocks_in("sh", "test_stability_command_runs"))
+PYTHON = [block for _, block in blocks_in("python", "test_python_example_runs")]
+DOORS = [
+    commands_of([block])
+    for block in blocks_for(
+        HERE + "test_a_door_leads_to_an_answer", "README.md", "sh", having="stability init"
+    )
+]
+OF_README = {command for door in DOORS for command in door}
 # those of README are the doors', which are gone through one after another
 STABILITY = [
     x for x in dict.fromkeys(COMMANDS) if x.startswith("stability ") and x not in OF_README
 ]
-DOORS = [commands_of([block]) for block in blocks_of(README) if "stability init" in block[1]]
+ANSWERS = [
+    block
+    for page in ("README.md", "docs/quickstart.md")
+    for _, block in blocks_for(
+        HERE + "test_the_answer_is_one_text", page, "text", having="as it must"
+    )
+]
+((_, BIASES),) = blocks_for(
+    HERE + "test_the_table_of_a_page_is_what_its_command_prints",
+    "docs/attention_library.md",
+    "text",
+)
 TRAINS = re.compile(
     "--check-observer|--seeds|--over points|stable_fig3|--arm flash_all_bf16|verdict|runs/short"
     "|--arm bf16|stability fork|stability experiment"
@@ -61,9 +81,8 @@ def test_readme_is_read_at_a_sitting():
 
 def test_the_answer_is_one_text():
     """The demo's: in README and on the page that reads it, docs/quickstart.md."""
-    shown = [block for kind, block in blocks_of(README) if kind == "text" and "as it must" in block]
-    assert len(shown) == 1
-    assert shown[0] in (ROOT / "docs" / "quickstart.md").read_text()
+    shown, again = ANSWERS
+    assert shown == again
 
 
 def test_first_screen_has_the_question_the_picture_and_the_two_commands():
@@ -178,11 +197,10 @@ def test_stability_command_runs(command, quick, monkeypatch, capfd, alone):
 @pytest.mark.slow
 def test_the_table_of_a_page_is_what_its_command_prints(monkeypatch, capsys):
     """Of docs/attention_library.md, whose last digits may be others elsewhere."""
-    (table,) = [b for kind, b in blocks_of(PAGES["docs/attention_library.md"]) if kind == "text"]
     monkeypatch.setenv("COLUMNS", "100")
     assert main(["deviate", "--preset", "tie_bias"]) == 0
     printed = _biases(capsys.readouterr().out)
-    shown = _biases(table)
+    shown = _biases(BIASES)
     assert len(shown) == 4
     for case, numbers in shown.items():
         assert printed[case] == pytest.approx(numbers, abs=0.005)
@@ -254,28 +272,31 @@ def _number(cell):
     return float(found[1]) if found else None
 
 
+LADDERS = {
+    study: blocks_for(
+        HERE + "test_a_ladder_is_what_its_study_prints", page, "text", "", having="what changed"
+    )
+    for study, page in {
+        "configs/quickstart.yaml": "docs/quickstart.md",
+        "configs/lr_vs_bf16.yaml": "docs/study.md",
+        "examples/study.yaml": "docs/your_own_training.md",
+    }.items()
+}
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of Inductor
-@pytest.mark.parametrize(
-    ("study", "arm"),
-    [
-        ("configs/quickstart.yaml", "nudge_2"),
-        ("configs/lr_vs_bf16.yaml", "orthogonal"),
-        ("examples/study.yaml", "radam"),
-    ],
-)
-def test_a_ladder_is_what_its_study_prints(study, arm, tmp_path, monkeypatch, capsys, alone):
+@pytest.mark.parametrize("study", LADDERS)
+def test_a_ladder_is_what_its_study_prints(study, tmp_path, monkeypatch, capsys, alone):
     """Elsewhere the last digits differ, and what lies near to the last bits by a factor."""
-    every = [block for text in LADDERS for _, block in blocks_of(text)]
-    block = next(block for block in every if f"\n{arm} " in block)
+    ((_, block),) = LADDERS[study]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("COLUMNS", str(max(map(len, block.splitlines()))))
     assert main(["run", study, "--wandb", "disabled", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     (tmp_path / "said.txt").write_text(said)
-    if arm == "nudge_2":  # the demo's, whose answer is README's
-        (answer, *_), *_ = (block.splitlines() for _, block in blocks_of(README) if "PASS" in block)
-        assert answer in said.splitlines()
+    if study == "configs/quickstart.yaml":  # the demo's, whose answer is README's
+        assert ANSWERS[0].splitlines()[0] in said.splitlines()
     found, shown = _ladder(said), _ladder(block)
     assert list(found) == list(shown)
     for name, cells in shown.items():

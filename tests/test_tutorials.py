@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks_of, code_of, in_short
+from tests.pages import blocks_for, code_of, in_short
 
-DOCS = Path(__file__).parent.parent / "docs"
-TUTORIALS = ("my_kernel", "hugging_face")
+TEST = "test_tutorials.py::test_a_tutorial_is_gone_through"
+TUTORIALS = {
+    name: blocks_for(TEST, f"docs/{name}.md", "sh", "python")
+    for name in ("my_kernel", "hugging_face")
+}
 """Of the others: quickstart is README's, your_own_training and slurm have tests of their own."""
 
 
@@ -29,10 +32,9 @@ def test_a_tutorial_is_gone_through(name, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     gone = 0
-    for language, block in blocks_of((DOCS / f"{name}.md").read_text()):
-        file = re.match(r"# (\w+\.py)\n", block)
-        if language == "python" and file:
-            (tmp_path / file.group(1)).write_text(block)
+    for language, block in TUTORIALS[name]:
+        if language == "python":
+            (tmp_path / re.match(r"# (\w+\.py)\n", block).group(1)).write_text(block)
         for line in block.splitlines() if language == "sh" else ():
             words = shlex.split(line, comments=True)
             assert words[0] == "stability"

@@ -18,11 +18,25 @@ from stability.cli.main import main
 from stability.config.command_study import CommandConfig, expand_commands, load_command_study
 from stability.records.manifest import read_manifest
 from stability.records.paths import RunPaths
+from tests.pages import blocks_for
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "your_own_training.md").read_text()
-BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, flags=re.DOTALL)
-COMMANDS = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+
+
+def blocks_in(language: str, test: str, having: str = "") -> list[str]:
+    """Return the blocks of the page in a language that a test of this file goes through."""
+    test = f"test_your_own_training.py::{test}"
+    return [x for _, x in blocks_for(test, "docs/your_own_training.md", language, having=having)]
+
+
+COMMANDS = [
+    line
+    for block in blocks_in("sh", "test_every_command_runs_in_the_order_of_the_page")
+    for line in block.splitlines()
+]
+STUDIES = blocks_in("yaml", "test_the_studies_of_the_page_are_the_examples")
+(LOOP,) = blocks_in("python", "test_the_lines_that_tell_of_a_loop_record_it")
 SCRIPT = ROOT / "tests" / "stability" / "recorder" / "scripts" / "resumes.py"
 """A script of the reader's: it takes all that the page gives to `train.py`."""
 
@@ -79,7 +93,7 @@ def test_every_command_runs_in_the_order_of_the_page(
 
 
 def test_the_studies_of_the_page_are_the_examples() -> None:
-    shown = [yaml.safe_load(block) for kind, block in BLOCKS if kind == "yaml"]
+    shown = [yaml.safe_load(block) for block in STUDIES]
     files = [ROOT / "examples" / name for name in ("study.yaml", "verdict.yaml")]
     assert shown == [yaml.safe_load(path.read_text()) for path in files]
     arms = {each.name: each for each in expand_commands(load_command_study(files[1]))}
@@ -110,11 +124,10 @@ def update(
 
 
 def test_the_lines_that_tell_of_a_loop_record_it(place: Path) -> None:
-    (block,) = [block for kind, block in BLOCKS if kind == "python"]
-    assert block.count("...  # forward, backward, optimizer.step()") == 1
+    assert LOOP.count("...  # forward, backward, optimizer.step()") == 1
     loader = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(3)]
     # the page's arm comes after a baseline
-    for text in (block.replace('"bf16"', '"baseline"'), block):
+    for text in (LOOP.replace('"bf16"', '"baseline"'), LOOP):
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,15 +166,14 @@ PRINTED = {
     ": finished after ": "test_startup.py",
 }
 """What blocks without a language show, and the test of the recorder that sees it said."""
+SHOWN = blocks_in("", "test_what_is_printed_on_the_page_is_held_somewhere", "|".join(PRINTED))
 
 
 def test_what_is_printed_on_the_page_is_held_somewhere() -> None:
     """But for the ladder, which test_readme holds."""
-    printed = [block for kind, block in BLOCKS if not kind and "yardstick" not in block]
-    ladders = [block for block in printed if "what changed" in block]
-    assert len(printed) - len(ladders) == len(PRINTED)
+    assert len(SHOWN) == len(PRINTED)
     for said, file in PRINTED.items():
-        assert any(said in block for block in printed)
+        assert any(said in block for block in SHOWN)
         assert said in (ROOT / "tests" / "stability" / "recorder" / file).read_text()
 
 

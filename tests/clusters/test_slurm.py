@@ -9,11 +9,14 @@ import pytest
 from stability.execute.job_record import read_arrays
 from stability.execute.status import RunStatus
 from tests.clusters import slurm_host
-from tests.clusters.conftest import ARMS, PROGRAM, ROOT, Command, is_under_way, variables
-from tests.pages import blocks_of, commands_of, in_short
+from tests.clusters.conftest import ARMS, PROGRAM, Command, is_under_way, variables
+from tests.pages import blocks_for, commands_of, in_short
 from tests.stability.study.recorded_bits import recorded_bits
 
 pytestmark = pytest.mark.clusters
+TUTORIAL = blocks_for(
+    "clusters/test_slurm.py::test_the_tutorial_is_gone_through", "docs/slurm.md", "sh"
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +149,7 @@ def test_the_tutorial_is_gone_through(slurm, tmp_path):
     """docs/slurm.md, with a study of fewer steps."""
     env = {**slurm_host.variables(slurm), "PYTHONPATH": variables()["PYTHONPATH"]}
     env |= {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    lines = commands_of(blocks_of((ROOT / "docs" / "slurm.md").read_text()))
+    lines = commands_of(TUTORIAL)
     assert [line.split()[1] for line in lines] == ["init", "estimate", "run", "status", "verdict"]
     for line in lines:
         words = [*PROGRAM, *line.split()[1:]]

@@ -13,9 +13,13 @@ from attention_kernels.formats import FORMATS
 from attention_kernels.linear_recipes import LINEAR_RECIPES
 from attention_kernels.points import FIELDS, POINTS, UNROUNDED
 from attention_kernels.tensor_core_models import MODELS
+from tests.pages import blocks_for
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 README = (KERNELS / "README.md").read_text(encoding="utf-8")
+EXAMPLES = blocks_for(
+    "kernels/test_readme.py::test_the_examples_run", "kernels/README.md", "python"
+)
 
 
 def tables():
@@ -176,9 +180,7 @@ def test_every_tensor_core_is_in_the_table_as_it_is():
 @pytest.mark.slow
 def test_the_examples_run(capsys):
     namespace = {}
-    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
+    for _, block in EXAMPLES:
         exec(block, namespace)
         said = re.search(r"print\(.*\)  # (.*)", block)
         printed = capsys.readouterr().out
