@@ -2,10 +2,11 @@
 
 The study's own bar tells the time left until all runs have ended, by what an update took since the
 first run began: between two runs the clock goes on, and runs that were kept took none. What is
-measured after the runs is not in it. Where there is no terminal (a log file, CI) it is one line for
-each run that ends, with the time left where it has finished. A long note that several runs have is
-written out of the first, and at the end it is said of how many others it holds. The class is an
-observer of the study: a `callbacks.study_observer.StudyObserver`.
+measured after the runs is not in it, which is said as the first of several begins. Where there is
+no terminal (a log file, CI) it is one line for each run that ends, with the time left where it has
+finished. A long note that several runs have is written out of the first, and at the end it is said
+of how many others it holds. The class is an observer of the study: a
+`callbacks.study_observer.StudyObserver`.
 """
 
 import time
@@ -93,6 +94,8 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
+_OF_RUNS = "the time left is of the runs; measuring comes after them"
+"""Said once: what drifts, gradients and planted faults will take is not known beforehand."""
 _SHORT = 40
 """Characters of a note that is written out of each run: that it waits for another process."""
 _BEGINS = 60
@@ -151,6 +154,8 @@ class StudyDisplay:
                 self._progress.console.print(
                     f"[bold]{'training':>9}[/]  {name}   run {index} of {total}", highlight=False
                 )
+            if self._total > 1:
+                self.study_noted(_OF_RUNS)
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Move the run's bar and the study's."""

@@ -75,8 +75,9 @@ def test_without_a_terminal_each_run_that_ends_tells_the_time_left(clock):
             clock[0] = 10.0 * number
             display.run_advanced(arm, 0, 10, 2.0)
             display.run_ended(arm, 0, "finished", "")
-    first, *lines = file.getvalue().splitlines()
+    first, said, *lines = file.getvalue().splitlines()
     assert first == " training  baseline, seed 0   run 1 of 3", "before anything has ended"
+    assert said == "    study  the time left is of the runs; measuring comes after them"
     assert [line.partition("2.000")[2].strip() for line in lines] == [
         "left 0:00:20",
         "left 0:00:10",
@@ -118,6 +119,8 @@ def test_the_time_left_is_of_all_runs_with_what_lies_between_them(clock, kept):
     finished = [x for x in file.getvalue().splitlines() if "finished" in x and "loss" in x]
     assert finished
     assert not any("left" in x for x in finished), "the bars tell it"
+    shown = [line for line in file.getvalue().splitlines() if "measuring comes after" in line]
+    assert len(shown) == 1, "once, of several runs"
     study, run = last_frame(file)[-2:]
     assert study.endswith("left 0:00:42")  # 2.5 of 4 runs, at 25 s for the first 1.5
     assert run.endswith("left 0:00:05")
@@ -146,6 +149,7 @@ def test_after_the_last_run_it_says_that_it_measures(clock):
         assert last_frame(file)[-2].endswith("left -:--:--")
         display.run_ended("baseline", 0, "finished", "")
     assert last_frame(file)[-1].endswith("measures now")
+    assert "measuring comes after" not in file.getvalue(), "of a single run nothing may come after"
 
 
 def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
