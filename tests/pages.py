@@ -21,6 +21,7 @@ __all__ = [
     "in_short",
     "parsed",
     "prose_of",
+    "single_commands",
     "site_pages",
     "spans_of",
 ]
@@ -89,6 +90,15 @@ def commands_of(blocks):
         for line in block.splitlines()
         if line.strip() and not line.startswith("#")
     ]
+
+
+def single_commands(text):
+    """Yield the commands of a page's blocks, each by itself, a loop's as its first turn has it."""
+    for line in commands_of(blocks_of(text)):
+        for command in re.split(r"&&|;", line.replace("$seed", "0")):
+            command = re.sub(r"^do( |$)", "", command.strip())
+            if command and command not in ("done", "for seed in 0 1"):
+                yield command
 
 
 def parsed(words):

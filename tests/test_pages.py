@@ -33,9 +33,9 @@ from tests.pages import (
     TAKEN,
     blocks_for,
     blocks_of,
-    commands_of,
     parsed,
     prose_of,
+    single_commands,
     site_pages,
     spans_of,
 )
@@ -109,21 +109,14 @@ def test_every_page_of_the_repository_is_of_the_site():
     assert there == set(TEXTS)
 
 
-def _commands(text):
-    """Return the commands of a page's blocks, each by itself, a loop's as its first turn has it."""
-    for line in commands_of(blocks_of(text)):
-        for command in re.split(r"&&|;", line.replace("$seed", "0")):
-            command = re.sub(r"^do( |$)", "", command.strip())
-            if command and command not in ("done", "for seed in 0 1"):
-                yield command
-
-
 SCRIPTS = {
     "save_checkpoints.py": "test_readme.py",  # beside a door, which is gone through
     "experiments/find_own_kernel.py": "experiments/test_find_own_kernel.py",
 }
 """By script that a page has Python run, the test that runs it."""
-FENCED = sorted({(page, command) for page, text in TEXTS.items() for command in _commands(text)})
+FENCED = sorted(
+    {(page, command) for page, text in TEXTS.items() for command in single_commands(text)}
+)
 
 
 @pytest.mark.parametrize(("page", "command"), FENCED)
