@@ -229,19 +229,21 @@ class Format:
                 f"{self.name}, got {pattern}"
             )
         sign, magnitude = divmod(pattern, 2 ** (size - 1))
-        unit = 2.0 ** (self.min_exponent - self.mantissa_bits)
+        power = self.min_exponent - self.mantissa_bits
         if self.encoding == "int":
-            return (magnitude - sign * 2 ** (size - 1)) * unit
+            return math.ldexp(magnitude - sign * 2 ** (size - 1), power)
         if sign and not magnitude and not self.negative_zero:
             return math.nan
         exponent, mantissa = divmod(magnitude, 2**self.mantissa_bits)
         if exponent:
-            mantissa, unit = mantissa + 2**self.mantissa_bits, unit * 2.0 ** (exponent - 1)
-        value = mantissa * unit
-        # patterns are ordered as values are, so what is reserved lies beyond the largest value
-        if value > self.max_value:
+            mantissa, power = mantissa + 2**self.mantissa_bits, power + exponent - 1
+        # Patterns are ordered as values are, so what is reserved lies beyond the largest value.
+        # Quarters are compared, since no float holds what lies beyond the largest one of FP64.
+        if math.ldexp(mantissa, power - 2) > self.max_value / 4:
             is_infinity = self.infinities and mantissa == 2**self.mantissa_bits
             value = math.inf if is_infinity else math.nan
+        else:
+            value = math.ldexp(mantissa, power)
         return math.copysign(value, -1.0) if sign else value
 
     def _largest(self, mantissa_bits: int) -> float:

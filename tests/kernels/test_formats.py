@@ -1,5 +1,7 @@
 """A format is what its name says: range, grid, container, and one spelling each."""
 
+import math
+
 import pytest
 import torch
 
@@ -150,6 +152,17 @@ def test_a_pattern_longer_than_the_format_is_refused():
         ValueError, match="pattern must be from 0 to 15, the 4 bits of e2m1, got 16"
     ):
         format_named("e2m1").value_of(16)
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp32", "fp16"])
+def test_the_patterns_at_both_ends_of_a_wide_format_have_values(name):
+    """Those above 2 in FP64 too, whose distance from its smallest value no float holds."""
+    format = format_named(name)
+    infinity = (2**format.exponent_bits - 1) << format.mantissa_bits
+    assert format.value_of(infinity - 1) == torch.finfo(DTYPES[name]).max
+    assert format.value_of(infinity) == torch.inf
+    assert math.isnan(format.value_of(infinity + 1))
+    assert format.value_of(1) == 2.0 ** (format.min_exponent - format.mantissa_bits)
 
 
 @pytest.mark.parametrize(
