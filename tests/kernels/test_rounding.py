@@ -1,11 +1,9 @@
-"""`round_to` against torch's casts, gfloat, the grids written out, and at the ends of a format."""
+"""`round_to` against torch's casts, the grids written out, and at the ends of a format."""
 
 import math
 
-import gfloat
 import pytest
 import torch
-from gfloat import formats as gfloat_formats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,17 +21,6 @@ TORCHS = {
 }
 ENCODED = [name for name, f in FORMATS.items() if f.encoding in ("fnuz", "finite", "int")]
 WRITTEN_OUT = ["fp16", "bf16", "e4m3", "e5m2", "e3m4", "e2m1-ieee", "e6m9", "e8m1", *ENCODED]
-GFLOAT = {
-    "fp16": gfloat_formats.format_info_binary16,
-    "bf16": gfloat_formats.format_info_bfloat16,
-    "e4m3": gfloat_formats.format_info_ocp_e4m3,
-    "e5m2": gfloat_formats.format_info_ocp_e5m2,
-    "e2m1": gfloat_formats.format_info_ocp_e2m1,
-    "e2m3": gfloat_formats.format_info_ocp_e2m3,
-    "e3m2": gfloat_formats.format_info_ocp_e3m2,
-}
-AGAINST_GFLOAT = [*GFLOAT, "tf32", "e3m4", "e2m1-ieee", "e6m9", "e8m15", "e9m7", "e10m20"]
-AGAINST_GFLOAT += ["e11m30", "e4m3fnuz", "e5m2fnuz", "e4m3b11fnuz"]
 
 
 def same(x, y):
@@ -135,83 +122,6 @@ def test_a_million_random_fp32_values_round_as_torch_casts_to_e4m3():
     limit = torch.where(x.isnan(), x, torch.full_like(x, 448.0).copysign(x))
     assert same(round_to(x, "e4m3"), torch.where(beyond, torch.nan, cast))
     assert same(round_to(x, "e4m3-saturate"), torch.where(beyond, limit, cast))
-
-
-def gfloat_info(format):
-    if format.name in GFLOAT:
-        return GFLOAT[format.name]
-    fnuz = "fnuz" in format.name
-    usual_bias = 2 ** (format.exponent_bits - 1) - 1
-    return gfloat.FormatInfo(
-        name=format.name,
-        k=1 + format.exponent_bits + format.mantissa_bits,
-        precision=format.mantissa_bits + 1,
-        bias=(11 if "b11" in format.name else usual_bias + 1) if fnuz else usual_bias,
-        is_signed=True,
-        domain=gfloat.Domain.Finite if fnuz else gfloat.Domain.Extended,
-        has_nz=not fnuz,
-        num_high_nans=0 if fnuz else 2**format.mantissa_bits - 1,
-        has_subnormals=True,
-        is_twos_complement=False,
-    )
-
-
-def gfloat_round(x, name, mode, saturate):
-    info = gfloat_info(format_named(name))
-    away = (gfloat.RoundMode.TowardPositive, gfloat.RoundMode.TowardNegative)
-
-    def one(value):
-        towards = away[math.copysign(1, value) < 0] if mode == "away" else gfloat.RoundMode[mode]
-        return gfloat.round_float(info, value, towards, saturate)
-
-    rounded = [one(value) for value in x.tolist()]
-    return torch.tensor(rounded, dtype=torch.float64).to(x.dtype)
-
-
-@pytest.mark.parametrize("saturate", [False, True], ids=["overflows", "saturates"])
-@pytest.mark.parametrize(
-    ("rounding", "mode"),
-    [
-        ("nearest_even", "TiesToEven"),
-        ("nearest_away", "TiesToAway"),
-        ("toward_zero", "TowardZero"),
-        ("away", "away"),
-    ],
-)
-@pytest.mark.parametrize("name", AGAINST_GFLOAT)
-def test_rounds_as_gfloat(name, rounding, mode, saturate):
-    """gfloat refuses a NaN, and without `saturate` an infinity, where a format has none."""
-    format = format_named(name)
-    largest, finite = format.max_value, format.encoding == "finite"
-    saturate |= finite
-    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, *[torch.nan] * (not finite)])
-    subnormal = (torch.arange(1, 31) ** 5 % 2**23).to(torch.int32).view(torch.float32)
-    for carrier in CARRIERS:
-        ends = torch.tensor([largest, -largest, largest * 1.01, -largest * 1.3]).to(carrier)
-        ties = round_to(spread(60, carrier), name) * (1 + 2.0 ** -format_named(name).mantissa_bits)
-        x = torch.cat([edges.to(carrier), subnormal.to(carrier), ends, ties])
-        x = torch.cat([x, random_patterns(150, carrier), spread(150, carrier)])
-        if saturate and largest > torch.finfo(carrier).max:
-            x = x[x.isfinite()]  # where the format goes on, the carrier can't hold its end
-        x = x[~x.isnan()] if finite else x
-        rounded = round_to(x, name + "-saturate" * saturate, rounding)
-        assert same(rounded, gfloat_round(x, name, mode, saturate))
-
-
-@pytest.mark.parametrize("name", ["bf16", "e4m3", "e3m4", "e8m15", "fp16"])
-def test_rounds_stochastically_as_gfloat_with_the_random_number_mirrored(name):
-    """gfloat goes up where fraction + r / 2**24 >= 1, we where the fraction exceeds r / 2**24."""
-    x = torch.randn(2000, generator=torch.Generator().manual_seed(0)).abs() + 0.25
-    bits = bits_at(3, torch.arange(2000))
-    info, mode = gfloat_info(format_named(name)), gfloat.RoundMode.StochasticFastest
-    mirrored = (2**24 - 1 - (bits >> 8)).tolist()
-    theirs = [
-        gfloat.round_float(info, value, mode, False, number, 24)
-        for value, number in zip(x.tolist(), mirrored, strict=True)
-    ]
-    for carrier in CARRIERS:
-        rounded = round_to(x.to(carrier), name, "stochastic", bits=bits)
-        assert rounded.tolist() == theirs
 
 
 formats = st.builds(
