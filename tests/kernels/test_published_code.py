@@ -64,20 +64,24 @@ def matrix_unit(monkeypatch):
         monkeypatch.setattr(module, "dot", added_as_a_matrix_unit_does)
 
 
+def apart(found, wanted):
+    """Return how far elements are apart, in ULPs of BF16 at the RMS of the tensor."""
+    rms = wanted.double().square().mean().sqrt().item()
+    return (found.double() - wanted.double()).abs() / 2.0 ** (math.floor(math.log2(rms)) - 7)
+
+
 def assert_agrees(found, tensors):
     """Hold results against the published code's: 99.8 % of the bits, and how far the rest is."""
     for name in RESULTS:
-        ours, theirs = found[name].double(), tensors[name].double()
-        assert (ours == theirs).double().mean() >= 0.998, name
-        # a ULP of BF16 at the RMS of the tensor
-        ulp = 2.0 ** (math.floor(math.log2(theirs.square().mean().sqrt().item())) - 7)
-        apart = (ours - theirs).abs() / ulp
+        ulps = apart(found[name], tensors[name])
+        assert (found[name] == tensors[name]).double().mean() >= 0.998, name
         # Where the order of additions in a product crosses a tie a partial sum of dq moves by a ULP
-        # of its own, which is larger: one value by 4 where this was measured. The room is for the
-        # orders of other CPUs.
-        most, beyond = (16, 4) if name == "dq" else (1, 0)
-        assert (apart > 1).sum() <= beyond, name
-        assert apart.max() <= most, name
+        # of its own, which is larger: of the files of ties one element by 4 on a CPU without matrix
+        # unit, and by 2 where products are added in 4 or 8 parts. A CPU that adds in yet another
+        # order and differs by more has to be looked at: in the order of AMX every bit is the same.
+        most, beyond = (4, 1) if name == "dq" else (1, 0)
+        assert (ulps > 1).sum() <= beyond, name
+        assert ulps.max() <= most, name
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -131,7 +135,7 @@ def test_with_everything_in_bf16_beta_turns_the_bias_of_many_ties(sign):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["normal-q64-k64-stable1", "ties_negative-q64-k64-stable0"])
+@pytest.mark.parametrize("name", [name for name in FILES if "k64" in name])
 def test_the_kernels_agree_with_the_published_code_forward_and_backward(name):
     tensors, numerics = read(name)
     assert_agrees(attend(tensors, numerics, "triton"), tensors)
