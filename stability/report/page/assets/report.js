@@ -109,6 +109,7 @@
     if (names.length) layout.yaxis.labelalias = Object.fromEntries(names.map((name) => [name, shown(short(said(name)))]));
     const first = !drawn.has(id);
     drawn.add(id);
+    plot(id).style.height = `${layout.height}px`; // plotly forgets the layout's when the window changes
     await Plotly.react(id, traces, layout, config);
     if (first) {
       plot(id).on("plotly_legendclick", ({ curveNumber, data }) => {
@@ -222,7 +223,7 @@
   };
 
   window.report = { drawAll, replace };
-  dark.addEventListener("change", () => redraw());
+  for (const query of [dark, narrow]) query.addEventListener("change", () => redraw());
   const repaint = (onPaper) => {
     printing = onPaper;
     redraw();

@@ -11,7 +11,7 @@ from tests.sampling import one_in
 from tests.stability.report.page_audit import crowded_ticks, texts
 from tests.stability.report.synthetic_full import write_full
 
-VIEWS = [(width, dark) for width in (400, 2000) for dark in (False, True)]
+VIEWS = [(width, dark) for width in (400, 1280, 2000) for dark in (False, True)]
 ARM = "flash_fa2"
 DRAWN = "return document.documentElement.dataset.drawn"
 INK = """
@@ -187,6 +187,30 @@ def test_the_verdict_is_in_sight_at_any_width_and_no_level_behind_an_edge(browse
     browser.open(report, width=width)
     rows = browser.run(LEVELS_IN_SIGHT)
     assert rows == [[True, "operator", "gradient", "training", "outcome"]] * 2
+
+
+# of each chart the height of its drawing and of its place on the page
+HEIGHTS = """
+return [...document.querySelectorAll(".plot")].map(
+  (plot) => [plot.id, plot._fullLayout.height, plot.clientHeight]);
+"""
+AS_WIDE_AS_ITS_PLACE = """
+return [...document.querySelectorAll(".plot")].every(
+  (plot) => Math.abs(plot._fullLayout.width - plot.clientWidth) < 1);
+"""
+
+
+def test_a_window_that_is_made_narrow_and_wide_again_leaves_each_chart_its_height(opened):
+    found = {}
+    opened.draw_all()
+    for width in (1200, 1000, 400, 1200):
+        opened.set_size(width)
+        opened.wait(AS_WIDE_AS_ITS_PLACE)
+        opened.settle()
+        heights = opened.run(HEIGHTS)
+        assert [plot for plot, drawn, place in heights if drawn != place] == []
+        assert found.setdefault(width > 600, heights) == heights
+    assert found[True] != found[False]
 
 
 def test_ticks_do_not_lie_on_one_another(view):
