@@ -62,7 +62,7 @@ const texts = () => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const { data, parentElement } = walker.currentNode;
-    if (data.trim() && !parentElement.closest("script, style, select")) {
+    if (data.trim() && !parentElement.closest("script, style, select, progress")) {
       found.push(describe(data, parentElement));
     }
   }
