@@ -93,6 +93,10 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._cdp("Emulation.setEmulatedMedia", features=[feature])
 
+    def set_media(self, media: str) -> None:
+        """Lay the page out for `media`, e.g. `print`, in no set theme; "" is the screen."""
+        self._cdp("Emulation.setEmulatedMedia", media=media)
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Return what a function with this body returns; a promise is waited for."""
         return self.driver.execute_script(script, *arguments)
@@ -103,6 +107,7 @@ class Browser:
 
     def draw_all(self) -> None:
         """Draw every chart, also those that nobody has scrolled to."""
+        self.wait("return !!window.report")
         self.run("return window.report.drawAll().then(() => null)")
 
     def draw(self, *plots: str) -> None:

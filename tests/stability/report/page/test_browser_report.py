@@ -171,7 +171,7 @@ def test_text_is_large_strong_and_whole(view):
 # of each arm that is judged, the levels whose cell, with its name, lies within the page
 LEVELS_IN_SIGHT = """
 const inside = (box) => box.width > 0 && box.left >= 0 && box.right <= innerWidth;
-const named = (cell) => innerWidth > 800
+const named = (cell) => innerWidth > 900
   ? document.querySelectorAll("#evidence thead th")[cell.cellIndex].innerText
   : getComputedStyle(cell, "::before").content.replaceAll('"', "");
 const scroll = document.querySelector("#evidence .scroll");
@@ -182,7 +182,7 @@ return [...document.querySelectorAll("#evidence tbody tr")].map((row) => [
 """
 
 
-@pytest.mark.parametrize("width", [360, 500, 799, 900])
+@pytest.mark.parametrize("width", [360, 500, 899, 901, 1280, 1500, 2000])
 def test_the_verdict_is_in_sight_at_any_width_and_no_level_behind_an_edge(browser, report, width):
     browser.open(report, width=width)
     rows = browser.run(LEVELS_IN_SIGHT)
@@ -356,10 +356,10 @@ def test_every_chart_is_on_paper_though_nobody_scrolled(opened):
 
 def test_no_table_is_wider_than_paper(opened):
     """Paper has no edge to scroll behind: 718 px of A4 between the browser's own margins."""
-    opened._cdp("Emulation.setEmulatedMedia", media="print")
+    opened.set_media("print")
     opened.set_size(718)
     assert opened.run(TOO_WIDE) == []
-    opened._cdp("Emulation.setEmulatedMedia", media="")
+    opened.set_media("")
 
 
 def test_no_chart_is_wider_than_paper_and_each_is_as_wide_as_the_screen_again(opened):
