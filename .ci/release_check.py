@@ -4,9 +4,8 @@ Each line is a check and what was found; exit code 1 if any does not hold. What 
 listed at the end, for a person.
 """
 
-import hashlib
-import json
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -62,14 +61,8 @@ def slow_trouble(root: Path, today: date) -> str:
 
 
 def picture_trouble(root: Path) -> str:
-    """Say which sources of pages and terminal have changed since pictures were taken."""
-    made_of = json.loads((root / "docs" / "screenshots" / "made_of.json").read_text())
-    changed = [
-        name
-        for name, digest in made_of.items()
-        if not (root / name).is_file()
-        or hashlib.sha256((root / name).read_bytes()).hexdigest()[:16] != digest
-    ]
+    """Say which sources of pages, terminal and figures are others than when pictures were taken."""
+    changed = runpy.run_path(str(ROOT / "docs" / "shown_pictures.py"))["changed_since"](root)
     return f"run make screenshots: {', '.join(changed)} changed since" if changed else ""
 
 

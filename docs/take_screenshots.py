@@ -6,15 +6,14 @@ columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on 
 
     PYTHONPATH=. python docs/take_screenshots.py [STUDY] [--out FOLDER]
 
-All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` go to docs/ as well, if
-STUDY, the folder of the quickstart study, is given and answers what README.md says.
+All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` in docs/shown_pictures.py
+go to docs/ as well, if STUDY, the folder of the quickstart study, is given and answers what
+README.md says.
 Leaves out whether a picture is any good: that is for a person to say.
 """
 
 import argparse
 import fcntl
-import hashlib
-import json
 import os
 import pty
 import re
@@ -31,40 +30,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-from PIL import Image, ImageChops
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
+from docs.shown_pictures import is_of_readme, renew
 from tests.stability.report.browser import Browser, launch_browser
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
-
-SHOWN = {
-    "quickstart.png": "report-first-screen.png",
-    "screenshots/report-400-dark.png": "report-phone.png",
-    "screenshots/drift.png": "report-drift.png",
-    "screenshots/dashboard.png": "dashboard-mixed-light.png",
-    "screenshots/compare.png": "compare-ladders.png",
-    "screenshots/training.png": "terminal-training-light.png",
-    "screenshots/answer.png": "terminal-answer-dark.png",
-    "screenshots/figure.png": "figure-drift.png",
-}
-"""What pages of the documentation show, below docs/, and which of the pictures it is."""
-
-MADE_OF = DOCS / "screenshots" / "made_of.json"
-SOURCES = ("stability/report/page/assets", "stability/report/terminal")
-"""Of these the pictures are made: a change of them is what makes a picture old. Charts and numbers
-are left out, since most changes of theirs change no picture."""
 
 COLUMNS, ROWS = 80, 50
 FIRST_LINES = 31
 """Of what `show` prints, those of the answer: what follows is the ladder."""
-COLOURS, MOST_OFF = 256, 24
-"""Of a committed picture: so many stay, a third of the bytes, and none is off by more of 255."""
-MOST_BYTES = 150_000
+FIRST_SCREENS = {400: (800, 1.5), 1280: (800, 1.0), 2000: (1250, 0.6)}
+"""By width of the window, its height, and how many pixels of a picture one of its pixels gets."""
+PAPER = (718, 1015)
+"""Width and height in pixels between the browser's margins of A4."""
 PATIENCE_S = 240
 MANY = 60
 THEMES: dict[str, TerminalTheme] = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
@@ -161,18 +142,22 @@ def shot_report(study: Path, browser: Browser, out: Path) -> None:
             browser.open(page, width=width, dark=theme == "dark")
             browser.draw_all()
             shot_whole(out / f"report-{width}-{theme}.png", browser, width)
+            shot_first(out / f"report-{width}-{theme}-first.png", browser, width)
     browser.open(page, width=1120, height=800, scale=1.5)
     browser.draw_all()
     browser.screenshot(out / "report-first-screen.png")
     browser.run("document.querySelector('#section-drift').scrollIntoView()")
     browser.settle()
     browser.screenshot(out / "report-drift.png")
-    browser.open(page, width=400, height=800, scale=1.5, dark=True)
-    browser.draw_all()
-    browser.screenshot(out / "report-phone.png")
     browser.open(page, width=1280)
     browser.draw_all()
     (out / "report-printed.pdf").write_bytes(browser.print_pdf())
+    browser.set_size(*PAPER)
+    browser.set_media("print")
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    browser.settle()
+    browser.screenshot(out / "report-printed.png")
+    browser.set_media("")
 
 
 def shot_terminal(study: Path, browser: Browser, out: Path) -> None:
@@ -200,6 +185,7 @@ def shot_dashboards(work: Path, study: Path, browser: Browser, out: Path) -> Non
         folder.mkdir(parents=True)
     with serving(empty, browser):
         shot_themes("dashboard-empty", browser, out)
+        shot_first(out / "dashboard-empty-light-first.png", browser, 1280, 240)
     finished = work / "runs" / "finished"
     shutil.copytree(finished, mixed / "finished")
     fail(work, mixed)
@@ -210,13 +196,12 @@ def shot_dashboards(work: Path, study: Path, browser: Browser, out: Path) -> Non
         shutil.copytree(finished, many / f"kernel-of-day-{number:02}")
     with serving(many, browser):
         shot_themes("dashboard-many", browser, out)
+        shot_first(out / "dashboard-many-light-first.png", browser, 1280)
     shutil.copytree(study, mixed / "quickstart")
     with serving(mixed, browser) as address:
         browser.driver.get(f"{address}compare?study=finished&study=quickstart")
-        browser.wait("return !!window.report")
         browser.draw_all()
         shot_themes("compare", browser, out)
-        browser.set_theme(dark=False)
         browser.set_size(1280, 800)
         browser.run("document.querySelector('#side-by-side').scrollIntoView()")
         browser.settle()
@@ -372,10 +357,19 @@ def serving(runs: Path, browser: Browser) -> Iterator[str]:
 
 
 def shot_themes(name: str, browser: Browser, out: Path) -> None:
-    """Take the whole open page in both themes."""
-    for theme in ("light", "dark"):
+    """Take the whole open page in both themes; it stays light."""
+    for theme in ("dark", "light"):
         browser.set_theme(dark=theme == "dark")
         shot_whole(out / f"{name}-{theme}.png", browser, 1280)
+
+
+def shot_first(path: Path, browser: Browser, width: int, height: int = 0) -> None:
+    """Take what the open page shows before anybody scrolls, in a window of this width."""
+    usual, scale = FIRST_SCREENS[width]
+    browser.set_size(width, height or usual, scale)
+    browser.settle()
+    browser.screenshot(path)
+    browser.set_size(width)
 
 
 def shot_whole(path: Path, browser: Browser, width: int) -> None:
@@ -418,42 +412,13 @@ def renew_docs(study: Path, out: Path) -> int:
     if not is_of_readme(said, (ROOT / "README.md").read_text("utf-8")):
         say(f"{study} does not answer what README.md says: docs/ stays as it was; see {out}")
         return 1
-    for target, source in SHOWN.items():
-        with Image.open(out / source) as picture:
-            whole = picture.convert("RGB")
-        # other methods give up the colour of a thin line, by which an arm is known
-        method, dither = Image.Quantize.MAXCOVERAGE, Image.Dither.NONE
-        small = whole.quantize(COLOURS, method=method, dither=dither)
-        off = np.asarray(ImageChops.difference(whole, small.convert("RGB"))).max()
-        if off > MOST_OFF:
-            raise RuntimeError(f"{target}: colours must be off by {MOST_OFF} at most, are by {off}")
-        small.save(DOCS / target, optimize=True)
-        size = (DOCS / target).stat().st_size
-        if size > MOST_BYTES:
-            raise RuntimeError(f"{target}: must have at most {MOST_BYTES} bytes, has {size}")
-    MADE_OF.write_text(json.dumps(made_of(), indent=2) + "\n", encoding="utf-8")
+    renew(out)
     return 0
 
 
 def say(text: str) -> None:
     """Print a line."""
     sys.stdout.write(f"{text}\n")
-
-
-def is_of_readme(said: str, readme: str) -> bool:
-    """Return whether each line of README's answer is printed too."""
-    block = next(text for text in re.findall(r"```text\n(.*?)```", readme, re.DOTALL))
-    printed = {line.strip() for line in Text.from_ansi(said).plain.splitlines()}
-    return all(line.strip() in printed for line in block.splitlines())
-
-
-def made_of() -> dict[str, str]:
-    """Return the hash of each file that the looks of a page or of the terminal are written in."""
-    paths = sorted(path for source in SOURCES for path in (ROOT / source).glob("*.*"))
-    return {
-        path.relative_to(ROOT).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in paths
-    }
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ SEEN_TO = {
     "test_layouts.py trains such arms",
     "stability experiment fa3_table3": "tests/experiments runs each",
     "python -m tests.stability.intercept.families.matrix": "minutes; test_families.py tries some",
+    "python -m tests.kernels.scripts.published_numbers": "a minute; test_published_code.py holds "
+    "the bounds",
     "pip wheel": "test_wheel.py builds it",
     "pip install": "the package index; test_wheel.py has the wheel's",
     "make demo": "several minutes; a study in short takes its place",

@@ -59,14 +59,17 @@ def test_an_old_result_of_slow_tests_is_told(copy):
 
 
 def test_pictures_of_older_pages_are_told(tmp_path):
-    page, kept = tmp_path / "page.css", tmp_path / "docs" / "screenshots" / "made_of.json"
-    page.write_text("a")
-    kept.parent.mkdir(parents=True)
-    digests = {name: hashlib.sha256(b"a").hexdigest()[:16] for name in ("page.css", "gone.css")}
-    kept.write_text(json.dumps(digests))
-    assert SCRIPT["picture_trouble"](tmp_path) == ("run make screenshots: gone.css changed since")
-    page.write_text("b")
-    assert "page.css, gone.css changed" in SCRIPT["picture_trouble"](tmp_path)
+    room, kept = tmp_path / "stability" / "report", tmp_path / "docs/screenshots/made_of.json"
+    for path in (room / "page" / "page.css", room / "new_chart.py", kept):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a")
+    digest = hashlib.sha256(b"a").hexdigest()[:16]
+    names = ("page/page.css", "gone.css")
+    kept.write_text(json.dumps({f"stability/report/{name}": digest for name in names}))
+    told = "run make screenshots: stability/report/gone.css, stability/report/new_chart.py"
+    assert SCRIPT["picture_trouble"](tmp_path) == f"{told} changed since"
+    (room / "page" / "page.css").write_text("b")
+    assert "stability/report/page/page.css changed" in SCRIPT["picture_trouble"](tmp_path)
 
 
 def test_what_is_not_committed_is_named(tmp_path):

@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+SHOWN = runpy.run_path(str(ROOT / "docs" / "shown_pictures.py"))
+
+
 @pytest.fixture(scope="module")
 def script():
     pytest.importorskip("selenium")
@@ -30,22 +33,42 @@ def shown():
     }
 
 
-def test_each_picture_of_a_page_is_taken_by_the_script_and_each_of_the_script_is_shown(script):
+def test_each_picture_of_a_page_is_taken_by_the_script_and_each_of_the_script_is_shown():
     on_disk = {
         path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.png")
     }
-    assert {*script["SHOWN"]} == shown() == on_disk
+    assert {*SHOWN["SHOWN"]} == shown() == on_disk
 
 
-def test_pictures_are_small_enough_for_a_clone(script):
-    sizes = {name: (ROOT / "docs" / name).stat().st_size for name in script["SHOWN"]}
-    assert [name for name, size in sizes.items() if size > script["MOST_BYTES"]] == []
+def test_pictures_are_small_enough_for_a_clone():
+    sizes = {name: (ROOT / "docs" / name).stat().st_size for name in SHOWN["SHOWN"]}
+    assert [name for name, size in sizes.items() if size > SHOWN["MOST_BYTES"]] == []
     assert sum(sizes.values()) < 1_000_000
 
 
-def test_it_is_on_record_of_which_sources_the_pictures_were_taken(script):
-    kept = json.loads(script["MADE_OF"].read_text())
-    assert {"stability/report/page/assets/report.css"} < {*kept} & {*script["made_of"]()}
+def test_it_is_on_record_of_which_sources_the_pictures_were_taken():
+    kept = json.loads((ROOT / SHOWN["MADE_OF"]).read_text())
+    now = SHOWN["made_of"](ROOT)
+    assert {"stability/report/page/assets/report.css"} < {*kept} & {*now}
+    rooms = ("live", "page", "page/assets", "paper", "terminal", "view")
+    folders = {Path(name).parent.as_posix() for name in now}
+    assert folders >= {f"stability/report/{room}" for room in rooms}
+
+
+def test_a_source_that_has_changed_come_or_gone_since_is_named(tmp_path):
+    room = tmp_path / SHOWN["SOURCES"] / "page"
+    kept = tmp_path / SHOWN["MADE_OF"]
+    for folder in (room / "__pycache__", kept.parent):
+        folder.mkdir(parents=True)
+    for name in ("as_it_was.css", "changed.css", "gone.css"):
+        (room / name).write_text("a")
+    kept.write_text(json.dumps(SHOWN["made_of"](tmp_path)))
+    (room / "changed.css").write_text("b")
+    (room / "come.css").write_text("a")
+    (room / "gone.css").unlink()
+    (room / "__pycache__" / "page.pyc").write_text("a")
+    names = [Path(name).name for name in SHOWN["changed_since"](tmp_path)]
+    assert names == ["changed.css", "come.css", "gone.css"]
 
 
 def test_a_screen_holds_what_was_not_erased(script):
@@ -54,7 +77,7 @@ def test_a_screen_holds_what_was_not_erased(script):
     assert script["screen_of"](written) == "one\ndone\nbar 3\n"
 
 
-def test_docs_are_renewed_only_from_a_study_that_answers_as_the_readme_says(script):
+def test_docs_are_renewed_only_from_a_study_that_answers_as_the_readme_says():
     readme = "x\n```text\na PASS\n\narm  3x\n```\n```text\nother\n```\n"
-    assert script["is_of_readme"]("\x1b[1ma PASS\x1b[0m  \n\n arm  3x\nmore\n", readme)
-    assert not script["is_of_readme"]("a PASS\n\narm  2x\n", readme)
+    assert SHOWN["is_of_readme"]("\x1b[1ma PASS\x1b[0m  \n\n arm  3x\nmore\n", readme)
+    assert not SHOWN["is_of_readme"]("a PASS\n\narm  2x\n", readme)

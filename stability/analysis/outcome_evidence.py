@@ -318,7 +318,7 @@ def _sentence(found: _Findings, test: _LossTest) -> str:
         parts.append(said)
         if interval.high < -found.margin:
             parts.append(
-                "it is better by more than the limit, which is no harm here, and more than rounding "
+                "it is better by more than the limit: no harm at this level, but more than rounding "
                 "does: see that no target reaches the model and that it trains on the same data"
             )
     if not math.isnan(found.scatter):

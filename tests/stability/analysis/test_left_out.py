@@ -203,4 +203,5 @@ def test_the_ladder_says_that_its_drifts_hold_what_e_leaves_out(tmp_path):
     study = write_study(tmp_path, parts(candidate=candidate()))
     assert told(study) == []
     (said,) = told(left_out(study))
-    assert said.startswith("Drift is over all weights. E leaves out values that noise alone moves, 3 ")
+    assert said.startswith("Drift is over all weights. E leaves out values that noise alone moves")
+    assert ", 3 at step " in said
