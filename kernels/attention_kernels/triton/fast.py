@@ -423,7 +423,8 @@ def fast_group_kernel(p_parts, p_sum, masks, size, N: tl.constexpr):
 
     `p_parts` is contiguous `(batch x kv heads, group, size)`, `p_sum` `(batch x kv heads, size)`.
     """
-    blocks = (size + N.block_values - 1) // N.block_values
+    # not (size + block_values - 1): near 2**31 that is negative
+    blocks = (size - 1) // N.block_values + 1
     o_value = tl.program_id(0) % blocks * N.block_values + tl.arange(0, N.block_values)
     m_value = o_value < size
     kv_head = widen_index(tl.program_id(0) // blocks)

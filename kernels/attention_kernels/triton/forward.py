@@ -31,6 +31,7 @@ from attention_kernels.triton.rounding import (
     number,
     to_work,
     whole,
+    widen_index,
 )
 from attention_kernels.triton.spans import hidden_span, key_span, split_span, whole_span
 from attention_kernels.triton.tiles import (
@@ -278,7 +279,7 @@ def forward_kernel(
             b_acc = scale_kept(divide(b_acc, one_for_zero(b_sum)[:, None]), masks, N)
             b_acc = rounded(b_acc, "output", N, 0, n, o_q[:, None], o_dim[None, :])
         b_lse = rounded(b_lse, "lse", N, 0, n, o_q, 0)
-    o_outer = o_split if N.packed else o_split * batches + o_batch
+    o_outer = o_split if N.packed else widen_index(o_split) * batches + o_batch
     p_out = at_part(p_out, out_strides, o_outer, o_head, q_first)
     store_rows(p_out, out_strides, o_q, query_len, b_acc, N, True)
     p_lse = at_part_row(p_lse, o_outer, o_head, heads, query_rows, q_first)
@@ -310,14 +311,14 @@ def merge_kernel(
     outer = 1 if N.packed else batches
     b_max = tl.full((N.block_q,), float("-inf"), N.work)
     for split in range(0, N.splits):
-        o_part = split * outer + inner
+        o_part = widen_index(split) * outer + inner
         p_split = at_part_row(p_part_lse, o_part, o_head, heads, query_rows, q_first) + o_q
         b_max = tl.maximum(b_max, tl.load(p_split, mask=m_q, other=float("-inf")))
     b_shift = finite_or_zero(b_max)
     b_acc = tl.full((N.block_q, N.block_v), 0.0, N.work)
     b_total = tl.full((N.block_q,), 0.0, N.work)
     for split in range(0, N.splits):
-        o_part = split * outer + inner
+        o_part = widen_index(split) * outer + inner
         p_split = at_part_row(p_part_lse, o_part, o_head, heads, query_rows, q_first) + o_q
         b_lse = tl.load(p_split, mask=m_q, other=float("-inf"))
         b_weight = rounded(b_lse - b_shift, "split_exponent", N, split, n, o_q, 0)

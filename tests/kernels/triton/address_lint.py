@@ -1,14 +1,14 @@
-"""Finds 32-bit products that may wrap around on their way to an address, in a kernel's TTIR.
+"""Finds 32-bit products and sums that may wrap around on their way to an address, in a TTIR.
 
-A product of 32-bit integers that exceeds 2**31 wraps around without a word, and an address made of
-it is another one. The lint walks back from the offsets of every `tt.addptr`, through everything
-that computes on integers, and reports each 32-bit `arith.muli` on the way whose result need not fit
-32 bits. What values it may take follows from intervals: a constant, a program's number, a remainder
-and a quotient bound what is computed of them. The launch checks one bound: a sequence is shorter
-than `arguments.MAX_LEN`. So is the difference of two loaded integers, where a packed sequence ends
-and begins. Everything else, such as a stride or a number of heads, may be any integer of its type.
-
-Sums are left out: those of positions wrap around only where their result, a position, does.
+A product or sum of 32-bit integers that exceeds 2**31 wraps around without a word, and an address
+made of it is another one. The lint walks back from the offsets of every `tt.addptr`, and from the
+places of every load by a descriptor, through everything that computes on integers, and reports each
+32-bit `arith.muli`, `arith.addi` and `arith.subi` on the way whose result need not fit 32 bits.
+What values it may take follows from intervals: a constant, a program's number, a remainder and a
+quotient bound what is computed of them. Taken for granted is what the launch sees to: a sequence is
+shorter than `arguments.MAX_LEN`, and a side of the window too. So is the difference of two loaded
+integers, where a packed sequence ends and begins. Everything else, such as a stride or a number of
+heads, may be any integer of its type.
 """
 
 import re
@@ -24,8 +24,10 @@ from triton.compiler.compiler import make_backend
 from attention_kernels.triton.arguments import MAX_LEN
 
 LENGTHS = ("max_query_len", "max_key_len", "query_len", "key_len")
-ROWS = ("query_rows", "key_rows")
+ROWS = ("query_rows", "key_rows", "row_rows")
 """The arguments of kernels that are lengths, and those that are unless sequences are packed."""
+SIZES = ("size",)
+"""Those that may be any integer but a negative one."""
 
 _LOCATION = re.compile(r" loc\((?:[^()]|\([^()]*\))*\)")
 _ARGUMENT = re.compile(r"(%[\w-]+): ([^ ,{)]+)")
@@ -73,29 +75,42 @@ def ttir_of(kernel: triton.JITFunction, signature: dict, constants: dict, attrib
     return str(stages["ttir"](source.make_ir(target, options, *functions, context), {}))
 
 
-def wrapping_products(ttir: str, *, packed: bool = False) -> list[str]:
-    """Return the 32-bit products that reach an address and may wrap around, as lines of `ttir`."""
+def wrapping_results(ttir: str, *, packed: bool = False) -> list[str]:
+    """Return the 32-bit products and sums that reach an address and may wrap around, as lines."""
     assert "tt.call" not in ttir, "a function that is called would not be looked into"
-    addresses = [
-        value
-        for value in _values(ttir, LENGTHS if packed else LENGTHS + ROWS)
-        if value.operation == "tt.addptr"
-    ]
-    assert addresses, "a kernel without addresses can't be the one that was meant"
+    values = list(_values(ttir, LENGTHS if packed else LENGTHS + ROWS))
+    waiting = [place for value in values for place in value.operands[1:] if _is_address(value)]
+    assert waiting, "a kernel without addresses can't be the one that was meant"
     seen: set[int] = set()
     found: dict[str, None] = {}
-    waiting = [address.operands[1] for address in addresses]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or value.operation == "tt.load":
             continue
         seen.add(id(value))
-        if value.operation == "arith.muli" and value.bits == 32:
-            low, high = _product(*value.operands)
-            if low < -(2**31) or high >= 2**31:
-                found[value.text] = None
+        if _may_wrap(value):
+            found[value.text] = None
         waiting += [operand for operand in value.operands if operand.bits > 1]
     return list(found)
+
+
+def _is_address(value: Value) -> bool:
+    """Whether a value's operands, but for the first, say where in memory it is."""
+    return value.operation in ("tt.addptr", "tt.descriptor_load")
+
+
+def _may_wrap(value: Value) -> bool:
+    if value.operation not in ("arith.muli", "arith.addi", "arith.subi") or value.bits != 32:
+        return False
+    if _is_length(value.operation, value.operands):
+        return False
+    low, high = _computed(value.operation.split(".")[1], value.operands)
+    return low < -(2**31) or high >= 2**31
+
+
+def _is_length(operation: str, given: list[Value]) -> bool:
+    """Whether it is where a packed sequence ends less where it begins."""
+    return operation == "arith.subi" and all(x.operation == "tt.load" for x in given)
 
 
 def _values(ttir: str, lengths: tuple[str, ...]) -> Iterator[Value]:
@@ -126,7 +141,8 @@ def _values(ttir: str, lengths: tuple[str, ...]) -> Iterator[Value]:
 
 def _argument(name: str, kind: str, lengths: tuple[str, ...]) -> Value:
     value = Value("argument", kind, text=name)
-    return value.bounded(*(_LENGTH if name[1:] in lengths else _ANYTHING))
+    bounds = dict.fromkeys(lengths, _LENGTH) | dict.fromkeys(SIZES, _SIZE)
+    return value.bounded(*bounds.get(name[1:], _ANYTHING))
 
 
 def _results(line: str, names: dict[str, Value], first: list[Value]) -> list[Value]:
@@ -159,6 +175,7 @@ def _loop(line: str, loop: re.Match[str], names: dict[str, Value]) -> list[Value
 def _value(line: str, defined: re.Match[str], names: dict[str, Value]) -> Value:
     operation, rest = defined[2], defined[3]
     kind = rest.rsplit("-> ", 1)[-1] if "->" in rest else rest.rsplit(" : ", 1)[-1]
+    kind = kind.rsplit(" to ", 1)[-1]
     if operation == "tt.load":
         kind = re.sub(r"!tt\.ptr<(\w+)>", r"\1", kind)
     operands = [names[name] for name in _NAME.findall(rest.split(" : ")[0]) if name in names]
@@ -169,6 +186,7 @@ def _value(line: str, defined: re.Match[str], names: dict[str, Value]) -> Value:
 
 _ANYTHING = (float("-inf"), float("inf"))
 _LENGTH = (0, MAX_LEN - 1)
+_SIZE = (0, 2**31 - 1)
 _SAME = ("extsi", "splat", "broadcast", "expand_dims", "trans", "reshape", "trunci")
 
 
@@ -183,11 +201,19 @@ def _bounds(operation: str, rest: str, given: list[Value]) -> tuple[float, float
         return int(start), int(stop) - 1
     if name == "get_program_id":
         return 0, 2**31 - 1
-    if name == "subi" and all(x.operation == "tt.load" for x in given):
+    if _is_length(operation, given) or _is_side(operation, given):
         return _LENGTH
     if name in _SAME:
         return given[0].low, given[0].high
     return _computed(name, given)
+
+
+def _is_side(operation: str, given: list[Value]) -> bool:
+    """Whether it is put together of halves (`rounding.whole`): a side of the window.
+
+    No other number of the kind reaches an address.
+    """
+    return operation == "arith.ori" and given[0].operation == "arith.shli"
 
 
 def _computed(name: str, given: list[Value]) -> tuple[float, float]:

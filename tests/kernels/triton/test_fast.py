@@ -14,6 +14,7 @@ from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, make_qkv, nan_filled
 from attention_kernels.triton import fast_launch, launch
 from attention_kernels.triton.fast_launch import TILES, applies, is_describable, tile_of
+from tests.kernels.triton.fast_launches import caught
 
 NEEDS_CUDA = [
     pytest.mark.gpu,
@@ -228,38 +229,35 @@ def test_packed_sequences_are_read_by_pointers(packed, monkeypatch):
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("arch", sorted(TILES))
-def test_a_gpu_is_launched_with_what_its_kernels_take(arch, kv_heads, head_dim, monkeypatch):
-    launched = []
-
-    def record(kernel, programs, arguments, constants, *, device, warps, stages):
-        assert len(arguments) == len(kernel.params) - 1, "N is the last"
-        described = [
-            p.name for p, x in zip(kernel.params, arguments, strict=False) if "Desc" in str(type(x))
-        ]
-        launched.append((kernel.__name__, programs, described, stages, constants))
-
-    monkeypatch.setattr(fast_launch, "run", record)
-    monkeypatch.setattr(fast_launch, "architecture", lambda device: arch)
-    monkeypatch.setattr(fast_launch, "kernel_inputs", lambda work, *tensors: list(tensors))
+def test_a_gpu_is_launched_with_what_its_kernels_take(arch, kv_heads, head_dim):
     q, k, v, dout = draw(Shape(2, 4, kv_heads, 200, 130, head_dim), torch.bfloat16, "cpu")
     call = {"mask": Mask(causal=True), "scale": 0.1, "numerics": PROFILES["fa2"].resolve(q.dtype)}
-    out, lse = fast_launch.forward(q, k, v, **call)
-    dq, dk, dv = fast_launch.backward(dout, q, k, v, out, lse, **call)
+    with caught(arch) as launched:
+        out, lse = fast_launch.forward(q, k, v, **call)
+        dq, dk, dv = fast_launch.backward(dout, q, k, v, out, lse, **call)
     assert {x.dtype for x in (out, dq, dk, dv)} == {torch.bfloat16}
     assert [x.shape for x in (dq, dk, dv)] == [x.shape for x in (q, k, v)]
-    names = [name for name, *_ in launched]
+    names = [launch.kernel.__name__ for launch in launched]
     both = ["fast_dkv_kernel"] * (2 if head_dim == 256 else 1)
     added = ["fast_group_kernel"] * (0 if kv_heads == 4 else 2)
     assert names == ["fast_forward_kernel", "fast_dq_kernel", *both, *added]
-    for name, programs, described, stages, constants in launched:
-        if name == "fast_group_kernel":
+    for kernel, programs, arguments, constants, stages in launched:
+        assert len(arguments) == len(kernel.params) - 1, "N is the last"
+        if kernel.__name__ == "fast_group_kernel":
             continue
-        reads = ["p_q", "p_dout"] if name == "fast_dkv_kernel" else ["p_k", "p_v"]
+        described = [
+            p.name for p, x in zip(kernel.params, arguments, strict=False) if "Desc" in str(type(x))
+        ]
+        of_keys = kernel.__name__ == "fast_dkv_kernel"
+        reads = ["p_q", "p_dout"] if of_keys else ["p_k", "p_v"]
         assert described == ([] if arch == 80 else reads)
         assert constants.descriptors == (arch != 80)
-        rows = 130 if name == "fast_dkv_kernel" else 200
-        block = constants.block_k if name == "fast_dkv_kernel" else constants.block_q
+        rows, block = (130, constants.block_k) if of_keys else (200, constants.block_q)
         assert programs == -(-rows // block) * 4 * 2
         assert list(stages) == sorted(stages, reverse=True)
-    made = [(c.makes_dk, c.makes_dv) for name, *_, c in launched if name == "fast_dkv_kernel"]
+    made = [
+        (launch.constants.makes_dk, launch.constants.makes_dv)
+        for launch in launched
+        if launch.kernel.__name__ == "fast_dkv_kernel"
+    ]
     assert made == ([(True, False), (False, True)] if head_dim == 256 else [(True, True)])
