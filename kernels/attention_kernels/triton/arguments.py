@@ -196,11 +196,14 @@ def constants_of(
 def narrower(
     offsets: tuple[int | None, int | None], q: Tensor, k: Tensor
 ) -> tuple[int | None, int | None]:
-    """Return the offsets less those that hide nothing: added to a place they may pass 32 bits."""
+    """Return the offsets less those that hide nothing: added to a place they may pass 32 bits.
+
+    Packed tensors may have more rows than any sequence, and those are shorter than `MAX_LEN`.
+    """
     left, right = offsets
-    if left is not None and left >= k.shape[2]:
+    if left is not None and left >= min(k.shape[2], MAX_LEN):
         left = None
-    if right is not None and right >= q.shape[2] > 0:
+    if right is not None and right >= min(q.shape[2], MAX_LEN) > 0:
         right = None
     return left, right
 

@@ -19,7 +19,7 @@ from attention_kernels.api import flash_attention
 from attention_kernels.masks import Mask
 from attention_kernels.testing import Shape, make_qkv
 from attention_kernels.triton import spans
-from attention_kernels.triton.arguments import MAX_LEN, constants_of, lengths_of
+from attention_kernels.triton.arguments import MAX_LEN, constants_of, lengths_of, narrower
 
 Sizes = namedtuple("Sizes", "has_left left has_right right block_q block_k has_tensors splits")
 SPANS = ("key_span", "whole_span", "row_span", "whole_row_span", "split_span")
@@ -250,8 +250,11 @@ class Watched(int):
         return Watched.of(int(other) - int(self))
 
 
-def largest_number(longest):
-    """The largest number in any span, over the corners of what lengths up to `longest` allow."""
+def largest_number(longest, window=None):
+    """The largest number in any span, over the corners of what lengths up to `longest` allow.
+
+    The window is as wide as the lengths, unless it is given.
+    """
     operators = SimpleNamespace(
         maximum=lambda x, y: Watched.of(max(x, y)),
         minimum=lambda x, y: Watched.of(min(x, y)),
@@ -262,7 +265,8 @@ def largest_number(longest):
     Watched.most = 0
     lengths = (1, longest)
     for query_len, key_len, bounded in itertools.product(lengths, lengths, (False, True)):
-        for left, right in itertools.product((0, key_len - 1), (0, query_len - 1)):
+        widest = window or (key_len - 1, query_len - 1)
+        for left, right in itertools.product((0, widest[0]), (0, widest[1])):
             for block_q, block_k in itertools.product((16, 256), (16, 256)):
                 sizes = Sizes(bounded, left, bounded, right, block_q, block_k, False, 4)
                 lens = tuple(map(Watched, (query_len, key_len, left, right)))
@@ -316,3 +320,13 @@ def test_only_a_bound_that_hides_nothing_is_left_out():
         assert found.has_right == (right < 5)
         assert found.has_left or not (keys < queries - left).any()
         assert found.has_right or not (keys > queries + right).any()
+
+
+@pytest.mark.parametrize("window", [(2**31 - 2, 3), (3, 2**31 - 2)])
+def test_a_window_beyond_every_packed_sequence_is_none(window):
+    """Of 2**31 - 1 rows in all: each sequence is shorter than MAX_LEN."""
+    rows = torch.empty(1, 1, 2**31 - 1, 16, device="meta")
+    assert largest_number(MAX_LEN - 1, window) >= 2**31, "sums with it would wrap around"
+    assert narrower(window, rows, rows) == tuple(x if x == 3 else None for x in window)
+    assert narrower((MAX_LEN, MAX_LEN), rows, rows) == (None, None)
+    assert narrower((MAX_LEN - 1, MAX_LEN - 1), rows, rows) == (MAX_LEN - 1, MAX_LEN - 1)
