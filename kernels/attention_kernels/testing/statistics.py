@@ -119,7 +119,7 @@ def log_error(rows: Tensor) -> tuple[Tensor, Tensor]:
     return 0.5 * (safe / rows.shape[-1]).log(), error
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def t_quantile(chance: float, freedom: int) -> float:
     """Return the t that |T| exceeds with probability `chance` at so many degrees of freedom."""
     low, high = 0.0, 1.0
