@@ -21,9 +21,11 @@ from attention_kernels.testing import Shape, make_qkv
 from attention_kernels.triton import spans
 from attention_kernels.triton.arguments import MAX_LEN, constants_of, lengths_of, narrower
 
-Sizes = namedtuple("Sizes", "has_left left has_right right block_q block_k has_tensors splits")
-SPANS = ("key_span", "whole_span", "row_span", "whole_row_span", "split_span")
-FAULTS = ("lost", "idle", "unaligned", "whole", "missed", "split")
+Sizes = namedtuple(
+    "Sizes", "has_left left has_right right block_q block_k has_tensors splits moves_hidden"
+)
+SPANS = ("key_span", "hidden_span", "whole_span", "row_span", "whole_row_span", "split_span")
+FAULTS = ("lost", "idle", "unaligned", "whole", "missed", "split", "hidden")
 
 
 def language():
@@ -84,6 +86,17 @@ def add_keys(o_start, query_len, key_len, N, key_span, faults):
     first, stop = key_span(o_start, query_len, key_len, N.left, N.right, N)
     add_covered((first, stop), (low, high), N.block_k, o_start >= query_len, faults)
     return first, stop
+
+
+@numba.njit
+def add_hidden(o_start, query_len, key_len, N, hidden_span, span, faults):
+    """Add whether the span is another one than all keys where hidden ones count, else the same."""
+    found = hidden_span(*span, o_start, query_len, key_len, N)
+    if N.moves_hidden:
+        faults[6] += found != (0, key_len if o_start < query_len else 0)
+    else:
+        faults[6] += found != span
+    return found
 
 
 @numba.njit
@@ -154,11 +167,21 @@ def add_splits(key_len, N, split_span, span, faults):
 
 @numba.njit
 def add_all(
-    query_len, key_len, N, key_span, whole_span, row_span, whole_row_span, split_span, faults
+    query_len,
+    key_len,
+    N,
+    key_span,
+    hidden_span,
+    whole_span,
+    row_span,
+    whole_row_span,
+    split_span,
+    faults,
 ):
     """Add the faults of every start; one block more than there is: past a packed sequence."""
     for o_start in range(0, query_len + N.block_q, N.block_q):
         span = add_keys(o_start, query_len, key_len, N, key_span, faults)
+        span = add_hidden(o_start, query_len, key_len, N, hidden_span, span, faults)
         add_whole(o_start, query_len, key_len, N, whole_span, span, faults)
         add_splits(key_len, N, split_span, span, faults)
     for o_start in range(0, key_len + N.block_k, N.block_k):
@@ -169,22 +192,23 @@ def add_all(
 
 @numba.njit
 def count_faults(
-    lengths, blocks, tensors, splits, key_span, whole_span, row_span, whole_row_span, split_span
+    lengths, blocks, others, key_span, hidden_span, whole_span, row_span, whole_row_span, split_span
 ):
     """Count every kind of fault over all lengths, windows and starts; a bound of -1 is none."""
-    faults = np.zeros(6, np.int64)
+    faults = np.zeros(7, np.int64)
     for query_len in range(1, lengths + 1):
         for key_len in range(1, lengths + 1):
             for left in range(-1, lengths + 2):
                 for right in range(-1, lengths + 2):
                     for block_q, block_k in blocks:
                         bounds = left >= 0, max(left, 0), right >= 0, max(right, 0)
-                        N = Sizes(*bounds, block_q, block_k, tensors, splits)
+                        N = Sizes(*bounds, block_q, block_k, *others)
                         add_all(
                             query_len,
                             key_len,
                             N,
                             key_span,
+                            hidden_span,
                             whole_span,
                             row_span,
                             whole_row_span,
@@ -194,12 +218,13 @@ def count_faults(
     return faults
 
 
-def faults_of(lengths, blocks, *, tensors=False, splits=3, changed=()):
+def faults_of(lengths, blocks, *, tensors=False, splits=3, moves_hidden=False, changed=()):
     """Count the faults of the spans by kind; `changed` are (function, name, its other name)."""
     tl = language()
     changes = {name: [(old, new)] for name, old, new in changed}
     functions = [numba.njit(as_python(name, tl, changes.get(name, ()))) for name in SPANS]
-    found = count_faults(lengths, np.array(blocks), tensors, splits, *functions)
+    others = tensors, splits, moves_hidden
+    found = count_faults(lengths, np.array(blocks), others, *functions)
     return {name: int(n) for name, n in zip(FAULTS, found, strict=True) if n}
 
 
@@ -208,6 +233,10 @@ SMALL = [(1, 1), (2, 3), (3, 2), (4, 4), (5, 1), (8, 4)]
 
 def test_no_block_is_lost_and_none_is_idle_at_any_small_size():
     assert faults_of(12, SMALL) == {}
+
+
+def test_all_blocks_are_walked_at_any_small_size_where_hidden_keys_count():
+    assert faults_of(9, SMALL, moves_hidden=True) == {}
 
 
 @pytest.mark.long
@@ -261,20 +290,22 @@ def largest_number(longest, window=None):
         where=lambda condition, x, y: Watched.of(x if condition else y),
     )
     spans = (as_python(name, operators) for name in SPANS)
-    key_span, whole_span, row_span, whole_row_span, split_span = spans
+    key_span, hidden_span, whole_span, row_span, whole_row_span, split_span = spans
     Watched.most = 0
     lengths = (1, longest)
     for query_len, key_len, bounded in itertools.product(lengths, lengths, (False, True)):
         widest = window or (key_len - 1, query_len - 1)
         for left, right in itertools.product((0, widest[0]), (0, widest[1])):
             for block_q, block_k in itertools.product((16, 256), (16, 256)):
-                sizes = Sizes(bounded, left, bounded, right, block_q, block_k, False, 4)
+                sizes = Sizes(bounded, left, bounded, right, block_q, block_k, False, 4, True)
                 lens = tuple(map(Watched, (query_len, key_len, left, right)))
                 # a packed sequence may be far shorter than the longest, whose starts it gets
                 for o_start in (0, longest // block_q * block_q):
-                    first, stop = key_span(Watched(o_start), *lens, sizes)
-                    whole_span(Watched(o_start), *lens, first, stop, sizes)
-                    split_span(first, stop, lens[1], 3, sizes)
+                    span = key_span(Watched(o_start), *lens, sizes)
+                    hidden = hidden_span(*span, Watched(o_start), *lens[:2], sizes)
+                    for first, stop in (span, hidden):
+                        whole_span(Watched(o_start), *lens, first, stop, sizes)
+                        split_span(first, stop, lens[1], 3, sizes)
                 for o_start in (0, longest // block_k * block_k):
                     first, stop = row_span(Watched(o_start), *lens, sizes)
                     whole_row_span(Watched(o_start), *lens, first, stop, sizes)
