@@ -5,7 +5,8 @@ with the golden, asks what of it is too large (`limits`), and says in one line w
 (`diagnosis`). It needs no tolerance: an attention may err twice what plain attention in the same
 dtype errs, which is the rule of flash-attn's own tests, and may have no gain and no bias.
 
-Where it fails, it names the mistake whose FP64 results come closest. What the attention refuses
+Where it fails, it names the mistake whose FP64 results come closest, or says that the attention
+takes another layout (`layout`). What the attention refuses
 stands in the answer, a plain cell first, and an attention that refuses everything does not pass:
 nothing was looked at. One that names `attn_mask` or `sinks` among its arguments is called with
 trained ones too (`trained_masks`), and one that names `dropout_p` and `dropout_seed` with dropout
@@ -38,6 +39,7 @@ from attention_kernels.testing.diagnosis import Diagnosis, diagnose
 from attention_kernels.testing.dropped_weights import dropout_findings
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
+from attention_kernels.testing.layout import layout_sentence
 from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.refusals import UnsupportedError
@@ -200,8 +202,26 @@ def _look_at_all(
         findings += _of_further_calls(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
     report.findings = _merged(findings)
-    # last of all: what it does to a GPU, no other call is to answer for
+    # last of all: what these do to a GPU, no other call is to answer for
     report.autocast = autocast_sentence(attention, signature, in_bf16, report.device)
+    report.findings = _with_layout(attention, report)
+
+
+def _with_layout(attention: Callable[..., Any], report: CheckReport) -> tuple[Finding, ...]:
+    """Return the findings, opened by the layout if that is what is wrong: it explains the rest."""
+    failing = {format for finding in report.findings for format in finding.dtypes}
+    said = {
+        format: layout_sentence(attention, format, report.device)
+        for format in report.dtypes
+        if format in failing
+    }
+    dtypes = tuple(format for format, sentence in said.items() if sentence)
+    if not dtypes:
+        return report.findings
+    layout = Finding(what="layout", noun="layout", sentence=said[dtypes[0]], dtypes=dtypes)
+    # what mistake comes closest is beside the point
+    others = (x for x in report.findings if x.what != "diagnosis" or not {*x.dtypes} <= {*dtypes})
+    return layout, *others
 
 
 def _of_further_calls(
