@@ -45,6 +45,8 @@ class Breach:
     kind: str
     result: str
     sentence: str
+    may_refuse: bool = False
+    """Whether an attention that does not support such a call may say so in place of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +271,7 @@ def _first_line(error: BaseException) -> str:
 def _raised(error: BaseException) -> Breach:
     name = type(error).__name__
     text = f"raises {name}: {_first_line(error)}"
-    return Breach(kind="raises", result="out", sentence=text)
+    return Breach(kind="raises", result="out", sentence=text, may_refuse=True)
 
 
 def _changed_inputs(where: Reference, before: list[Tensor], versions: list[int]) -> list[Breach]:
@@ -363,13 +365,15 @@ def _bad_values(name: str, x: Tensor, bad: Tensor, where: Reference) -> Breach:
     rows = by_row.flatten(0, 1).any(0).nonzero().flatten().tolist()
     empty = ~where.cell.visible().any(-1)
     at = "in every row" if len(rows) == x.shape[2] else f"in rows {_some(rows)}"
-    if name in ("out", "lse", "dq") and empty.any() and empty[rows].all():
+    of_empty = name in ("out", "lse", "dq") and bool(empty.any() and empty[rows].all())
+    if of_empty:
         right = "-inf" if name == "lse" else "0"
         at = f"in the rows that attend no key, {_some(rows)}, which must be {right}"
     heads = by_row.any(-1).any(0).nonzero().flatten().tolist()
     if len(heads) < x.shape[1]:
         at += f" of head {_some(heads)}"
-    return Breach(kind=kind, result=name, sentence=f"{kind} in {name} {at}")
+    sentence = f"{kind} in {name} {at}"
+    return Breach(kind=kind, result=name, sentence=sentence, may_refuse=of_empty)
 
 
 def _not_repeated(first: dict[str, Tensor], again: dict[str, Any]) -> list[Breach]:

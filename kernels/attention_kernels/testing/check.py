@@ -299,8 +299,8 @@ class _Seen:
         return findings
 
     def _of_breach(self, breach: Breach, wheres: list[Reference]) -> Finding:
-        every = len({where.cell for where, _ in self.calls})
-        sentence = breach_sentence(breach, wheres, every)
+        every = {where.cell for where, _ in self.calls}
+        sentence = breach_sentence(breach, [where.cell for where in wheres], every)
         return Finding(
             what=breach.kind, noun=breach.result, sentence=sentence, dtypes=(self.format,)
         )

@@ -25,6 +25,7 @@ from attention_kernels.testing.sentences import (
     factor_in_words,
     heads_in_words,
     numbers_in_words,
+    outward_in_words,
     rows_in_words,
     where_in_words,
 )
@@ -314,6 +315,7 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
     words = fit.mistake.words.format(
         size=factor_in_words(size, error),
         ulp=f"{size:+.3f} +- {error:.3f}",
+        outward=outward_in_words(size, error),
         offset=f"{size:+.4g} +- {error:.1g}",
     )
     results = [name for name in RESULTS if name in case.failing]

@@ -30,7 +30,7 @@ class Mistake:
 
     noun: str
     words: str
-    """With `{size}` for a fitted factor, `{ulp}` or `{offset}` for another fitted size."""
+    """With `{size}` for a fitted factor, `{ulp}`, `{outward}` or `{offset}` for another size."""
     results: Callable[[], Results] | None = None
     direction: Callable[[], Results] | None = None
     at: Callable[[float], Results] | None = None
@@ -110,7 +110,7 @@ def _factors(where: Reference, formula: Formula) -> Iterator[Mistake]:
     words = "delta = rowsum(dO * O) is {size} times what it should be"
     yield Mistake(noun="delta", words=words, direction=delta)
     yield Mistake(noun="bias", words="out has a bias of {ulp} ULP upwards", direction=bias)
-    words = "out has a bias of {ulp} ULP away from zero: a rounding that is not to nearest"
+    words = "out has a bias of {outward}: a rounding that is not to nearest"
     yield Mistake(noun="bias", words=words, direction=outward)
 
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from attention_kernels.testing.calls import Breach
-from attention_kernels.testing.cells import Cell, Reference
+from attention_kernels.testing.cells import Cell
 from attention_kernels.testing.limits import Excess
 from attention_kernels.testing.measured import RANGE
 
@@ -14,6 +14,7 @@ __all__ = [
     "factor_in_words",
     "heads_in_words",
     "numbers_in_words",
+    "outward_in_words",
     "refusals_in_words",
     "rows_in_words",
     "where_in_words",
@@ -32,6 +33,11 @@ def factor_in_words(gain: float, error: float) -> str:
     """Return "1.0050 +- 0.0001", with a digit more where the error is smaller than that."""
     digits = 4 if error >= 5e-5 else 6
     return f"{1 + gain:.{digits}f} +- {error:.{digits}f}"
+
+
+def outward_in_words(bias: float, error: float) -> str:
+    """Return "0.500 +- 0.010 ULP toward zero", or away from it: a bias of -0.5 away from zero."""
+    return f"{abs(bias):.3f} +- {error:.3f} ULP {'away from' if bias > 0 else 'toward'} zero"
 
 
 def heads_in_words(heads: Collection[int], of_heads: int) -> str:
@@ -60,17 +66,20 @@ def rows_in_words(rows: Sequence[int], length: int, what: str = "row") -> str:
     return f"{what}s {numbers_in_words(rows)} of {length}"
 
 
-def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell]) -> str:
+def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell], traits: int = 1) -> str:
     """Return what the failing cells have in common that no healthy one has, or "".
 
-    Each trait is a sentence's end: "only under a causal mask".
+    Each trait is a sentence's end: "only under a causal mask". Up to so many `traits` are sought of
+    which each failing cell has at least one.
     """
     failing, healthy = set(failing), set(healthy) - set(failing)
     if not failing or not healthy:
         return ""
-    for trait, has in _TRAITS.items():
-        if all(map(has, failing)) and not any(map(has, healthy)):
-            return trait
+    for count in range(1, traits + 1):
+        for some in itertools.combinations(_TRAITS, count):
+            if _are_those_with(some, failing, healthy):
+                first, *others = some
+                return ", or ".join([first, *(trait.removeprefix("only ") for trait in others)])
     laws = {cell.law for cell in failing}
     if len(laws) == 1 and laws != {"normal"}:
         return f"only on {laws.pop()!r} inputs"
@@ -82,8 +91,17 @@ def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell]) -> str:
     return shared[0] if shared else ""
 
 
+def _are_those_with(traits: Iterable[str], failing: set[Cell], healthy: set[Cell]) -> bool:
+    """Whether each failing cell has one of the traits, and no healthy cell has any."""
+    have = [_TRAITS[trait] for trait in traits]
+    return all(any(has(cell) for has in have) for cell in failing) and not any(
+        has(cell) for has in have for cell in healthy
+    )
+
+
 _TRAITS: dict[str, Callable[[Cell], bool]] = {
     "only with a single query, as in generation": lambda cell: cell.shape.query_len == 1,
+    "only where a row attends no key": lambda cell: not bool(cell.visible().any(-1).all()),
     "only where query_len != key_len": lambda cell: cell.shape.query_len != cell.shape.key_len,
     "only where a scale is given": lambda cell: cell.scale is not None,
     "only on strided inputs, which are not contiguous": lambda cell: bool(cell.strided),
@@ -103,13 +121,16 @@ _TRAITS: dict[str, Callable[[Cell], bool]] = {
 }
 
 
-def breach_sentence(breach: Breach, wheres: Sequence[Reference], cells: int) -> str:
-    """Return a breach's sentence with how many cells have it, and where if not all."""
-    if len(wheres) == cells:
+def breach_sentence(breach: Breach, failing: Sequence[Cell], cells: Collection[Cell]) -> str:
+    """Return a breach's sentence with how many of `cells` have it, and which if not all."""
+    if len(failing) == len(cells):
         return f"{breach.sentence}, in every cell"
-    laws = {where.cell.law for where in wheres}
-    law = f", only on {laws.pop()!r} inputs" if len(laws) == 1 and laws != {"normal"} else ""
-    return f"{breach.sentence}, in {len(wheres)} of {cells} cells, e.g. {wheres[0].cell}{law}"
+    # a kernel that lacks two features raises at either
+    common = where_in_words(failing, cells, traits=2 if breach.kind == "raises" else 1)
+    told = f"{breach.sentence}, in {len(failing)} of {len(cells)} cells, e.g. {failing[0]}"
+    told += f", {common}" if common else ""
+    allowed = "; what it does not support it may refuse by NotImplementedError"
+    return told + (allowed if breach.may_refuse else "")
 
 
 def refusals_in_words(unsupported: Mapping[str, Sequence[str]], plain: Sequence[str]) -> str:
@@ -134,10 +155,13 @@ def excess_sentence(excess: Excess) -> str:
             f"{excess.result} is {factor_in_words(excess.value, excess.error)} times what it "
             f"should be, {heads}, {law}"
         )
-    if excess.statistic.startswith("bias"):
+    if excess.statistic == "bias away from zero":
+        bias = outward_in_words(excess.value, excess.error)
+        return f"{excess.result} has a bias of {bias}, {heads}, {law}"
+    if excess.statistic == "bias":
         return (
-            f"{excess.result} has a {excess.statistic} of {excess.value:+.3f} +- "
-            f"{excess.error:.3f} ULP, {heads}, {law}"
+            f"{excess.result} has a bias of {excess.value:+.3f} +- {excess.error:.3f} ULP, "
+            f"{heads}, {law}"
         )
     if excess.statistic == "error ratio":
         return (
