@@ -44,7 +44,8 @@ def check(
     Args:
         attention: MODULE:FUNCTION of (q, k, v, *, causal, scale=None), or a name, e.g. flash:fa2;
             q is (batch, heads, tokens, head_dim), k and v may have fewer heads and other tokens;
-            under causal the last query sees every key, and a row that sees none is 0
+            under causal the last query sees every key, and a row that sees none is 0; what it does
+            not support it may refuse by NotImplementedError
         dtype: bf16, fp16 and fp32, or some of them with commas
         quick: fewer cells; the template's kernel takes 10 s on two idle cores, 4 s in bf16 alone
         fault: a planted fault, e.g. dk_gain, to see that it is found
@@ -188,8 +189,9 @@ def _print(report: "CheckReport") -> None:
     console.print(_table(report), highlight=False)
     print_line("")
     say(
-        "The largest over all cells and heads. What fails is what is surely beyond its limit: an "
-        "error ratio to plain attention of 2 (or what rounding alone costs), a gain of 0.1 %, a "
+        "Each figure is the largest of any single head in any cell, and its scatter is not shown: "
+        "one above a limit need not fail, since only what is surely beyond its limit does. Limits: "
+        "an error ratio to plain attention of 2 (or what rounding alone costs), a gain of 0.1 %, a "
         "bias of 0.05 ULP."
     )
     above = {row["result"] for row in report.statistics if max(row["error_ratio"]) > 2}
@@ -198,10 +200,10 @@ def _print(report: "CheckReport") -> None:
         listed = ", ".join(result for result in _RESULTS if result in above)
         say(
             f"Of {listed} the largest ratio is above 2. A verdict's limit of 2 is on a mean over "
-            "the study's own inputs, mostly a smaller figure. A kernel that takes delta from the "
-            "rounded output, as FlashAttention-2 does, errs some 3 times in dq by design: the study "
-            "of `stability init --template kernel` allows 4; write policy: {max_error_ratio: 4.0} "
-            "into another one before its first run."
+            "the study's own inputs, which may be smaller or larger. A kernel that takes delta "
+            "from the rounded output, as FlashAttention-2 does, errs some 3 times in dq by design: "
+            "the study of `stability init --template kernel` allows 4; write policy: "
+            "{max_error_ratio: 4.0} into another one before its first run."
         )
 
 

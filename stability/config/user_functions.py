@@ -47,13 +47,29 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
 
 
 def did_you_mean(where: str) -> str:
-    """Return "; did you mean attn:f" for "attn.py:f", a file of this folder; else no text."""
-    module_name, _, attribute = where.partition(":")
+    """Return "; did you mean attn:f" for "attn.py:f" or "attn.f"; "" where there is no such module.
+
+    Nothing is imported for it.
+    """
+    module_name, colon, attribute = where.partition(":")
     parts = PurePath(module_name.removesuffix(".py")).parts
     is_module = bool(parts) and all(part.isidentifier() for part in parts)
-    if not (module_name.endswith(".py") and is_module and Path(module_name).is_file()):
+    if module_name.endswith(".py") and is_module and Path(module_name).is_file():
+        return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
+    if colon or not all(part.isidentifier() for part in where.split(".")):
         return ""
-    return f"; did you mean {'.'.join(parts)}:{attribute or 'FUNCTION'}"
+    if _is_module(where):
+        return f"; did you mean {where}:FUNCTION"
+    module_name, _, attribute = where.rpartition(".")
+    return f"; did you mean {module_name}:{attribute}" if _is_module(module_name) else ""
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module of this name lies in this folder or where modules are looked for."""
+    *folders, last = name.split(".")
+    places = [Path(place, *folders) for place in (".", *sys.path)]
+    found = (place / file for place in places for file in (f"{last}.py", f"{last}/__init__.py"))
+    return bool(last) and any(file.is_file() for file in found)
 
 
 def _nearest_here(name: str, error: BaseException) -> str:

@@ -133,7 +133,7 @@ def _with_numerics(
     profile = config.profile or default
     if profile not in profiles:
         raise ValueError(
-            f"resolve_attention: profile of {config.implementation} must be one of its profiles, "
+            f"attention.profile of {config.implementation} must be one of its profiles, "
             f"got {profile!r}; nearest: {nearest(profile, profiles)}"
         )
     numerics = profiles[profile].with_(**config.numerics)
@@ -178,7 +178,7 @@ def resolve_sdpa(config: AttentionConfig, device: torch.device) -> ResolvedAtten
     backends = IMPLEMENTATIONS["sdpa"].profiles
     if config.profile and config.profile not in backends:
         raise ValueError(
-            "resolve_attention: profile of sdpa must be one of PyTorch's backends, got "
+            "attention.profile of sdpa must be one of PyTorch's backends, got "
             f"{config.profile!r}; nearest: {nearest(config.profile, backends)}"
         )
     name = f"sdpa:{config.profile}" if config.profile else "sdpa"
@@ -231,7 +231,7 @@ def _visible(mask: MaskArguments) -> Tensor | None:
 def _refuse_engine(config: AttentionConfig) -> None:
     if config.engine != "auto":
         raise ValueError(
-            f"resolve_attention: engine of {config.implementation} must be 'auto', got "
+            f"attention.engine of {config.implementation} must be 'auto', got "
             f"{config.engine!r}; only flash has engines"
         )
 
@@ -239,7 +239,7 @@ def _refuse_engine(config: AttentionConfig) -> None:
 def _refuse_settings(config: AttentionConfig, reason: str) -> None:
     if config.profile or config.numerics:
         raise ValueError(
-            f"resolve_attention: {config.implementation} takes no profile and no numerics, got "
+            f"attention: {config.implementation} takes no profile and no numerics, got "
             f"{config.profile or config.numerics!r}; {reason}"
         )
 
@@ -298,13 +298,13 @@ def _resolve_named(config: AttentionConfig, device: torch.device) -> ResolvedAtt
     head, _, profile = name.partition(":")
     if head in IMPLEMENTATIONS:
         raise ValueError(
-            f"resolve_attention: implementation must be a name without its profile, got {name!r}; "
+            f"attention.implementation must be a name without its profile, got {name!r}; "
             f"write {{implementation: {head}, profile: {profile}}}"
         )
     if not _may_be_users(name):
         known = [*IMPLEMENTATIONS, *plugins(ATTENTIONS)]
         raise ValueError(
-            "resolve_attention: implementation must be registered or MODULE:FUNCTION, got "
+            "attention must be registered or MODULE:FUNCTION, got "
             f"{name!r}; nearest: {nearest(name, known)}{did_you_mean(name)}"
         )
     _refuse_engine(config)
@@ -367,7 +367,7 @@ def _may_be_users(name: str) -> bool:
 def _import_user_function(name: str) -> Callable[..., Any]:
     """Import what `name` stands for; ValueError if that fails or it can't be called."""
     entry = plugins(ATTENTIONS).get(name)
-    return import_function(entry.value if entry else name, "resolve_attention: attention")
+    return import_function(entry.value if entry else name, "attention")
 
 
 def _user_attention(name: str, function: Callable[..., Any]) -> ResolvedAttention:
@@ -400,7 +400,7 @@ def _arguments(name: str, function: Callable[..., Any]) -> frozenset[str]:
         signature.bind(None, None, None, causal=True, scale=1.0)
     except TypeError as error:
         raise ValueError(
-            "resolve_attention: attention must be a function of (q, k, v, *, causal, scale), got "
+            "attention must be a function of (q, k, v, *, causal, scale), got "
             f"{name!r} of {signature}; {error}"
         ) from error
     kinds = {parameter.kind for parameter in signature.parameters.values()}

@@ -33,8 +33,7 @@ def usable_device(device: torch.device | str) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"check_attention: device must be one that this machine computes on, got "
-            f"{str(device)!r}: {reason}"
+            f"device must be one that this machine computes on, got {str(device)!r}: {reason}"
         ) from None
     return wanted
 

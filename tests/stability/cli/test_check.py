@@ -85,6 +85,41 @@ def test_what_autocast_changes_is_printed_beside_the_answer(capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [f"  {said}"]
 
 
+def _passed_with(dq_ratio):
+    row = {
+        "dtype": "bf16",
+        "law": "normal",
+        "cell": "one",
+        "result": "dq",
+        "error_ratio": [1.0, dq_ratio],
+        "worst_row": 3.0,
+        "gain": [0.0],
+        "bias_ulp": [0.114],
+        "angle": [0.0],
+    }
+    return CheckReport(name="mine", dtypes=("bf16",), cells=1, statistics=[row])
+
+
+def test_a_figure_above_a_limit_is_said_to_be_of_one_head_and_maybe_no_failure(capsys):
+    _print(_passed_with(3.62))
+    said = capsys.readouterr().out
+    assert "+0.114" in said
+    assert (
+        "Each figure is the largest of any single head in any cell, and its scatter is not shown: "
+        "one above a limit need not fail, since only what is surely beyond its limit does."
+    ) in said
+    assert "on a mean over the study's own inputs, which may be smaller or larger." in said
+    _print(_passed_with(1.5))
+    assert "smaller or larger" not in capsys.readouterr().out
+
+
+def test_the_help_says_how_a_kernel_refuses_what_it_does_not_support(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "what it does not support it may refuse by NotImplementedError" in said
+
+
 @pytest.mark.slow
 def test_a_planted_fault_fails_in_words(capsys):
     assert main(["check", "baseline", "--quick", "--dtype", "fp32", "--fault", "dk_gain"]) == 1
@@ -99,7 +134,8 @@ def test_a_gpu_is_asked_for_by_name_or_because_there_is_one(words, my_kernels, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(SystemExit, match="2"):
         main(["check", "my_kernels_for_check:right", "--quick", *words])
-    assert "device must be one that this machine computes on, got 'cuda'" in capsys.readouterr().err
+    said = "stability: device must be one that this machine computes on, got 'cuda'"
+    assert said in capsys.readouterr().err
 
 
 def test_an_attention_that_supports_nothing_cannot_be_judged(my_kernels, capsys):
@@ -162,6 +198,14 @@ def test_a_module_that_does_not_import_is_wrong_input_in_one_line(
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+def test_a_dot_in_place_of_the_colon_is_told(my_kernels, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "my_kernels_for_check.right", "--quick"])
+    said = capsys.readouterr().err
+    assert said.startswith("stability: attention must be registered or MODULE:FUNCTION, got 'my_k")
+    assert said.endswith("; did you mean my_kernels_for_check:right\n")
 
 
 def test_a_dtype_is_given_once(capsys):

@@ -239,7 +239,7 @@ def test_an_attention_that_can_not_be_imported_is_told_in_one_line(
     assert code_of("init", "--attention", attention, "--", *PLAIN, "--seed", "0") == 1
     said = capsys.readouterr().out
     assert "Traceback" not in said
-    assert said.splitlines()[-1].startswith("FAILED: baseline, seed 0: resolve_attention: ")
+    assert said.splitlines()[-1].startswith("FAILED: baseline, seed 0: attention must be ")
     assert why in said.splitlines()[-1]
     assert [path for path in sorted(tmp_path.iterdir()) if path.suffix] == files
 

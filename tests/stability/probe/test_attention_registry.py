@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -69,19 +70,34 @@ def test_the_profiles_of_sdpa_are_pytorchs_backends():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (AttentionConfig(implementation="flsh"), "got 'flsh'; nearest: flash"),
-        ("flash:fa22", "got 'fa22'; nearest: fa2"),
+        (
+            AttentionConfig(implementation="flsh"),
+            "^attention must be .* got 'flsh'; nearest: flash",
+        ),
+        ("flash:fa22", "^attention.profile of flash .* got 'fa22'; nearest: fa2"),
         ("no_such_module:attend", "a module that imports, got 'no_such_module:attend'"),
         ("math:squirt", "a function that math has, got 'squirt'; nearest: sqrt"),
-        (lambda q, k: q, "a function of .q, k, v, ., causal, scale., got '<lambda>'"),
+        (
+            lambda q, k: q,
+            "^attention must be a function of .q, k, v, ., causal, scale., got '<lambda>'",
+        ),
         (AttentionConfig(implementation="flash", profile="fa22"), "got 'fa22'; nearest: fa2"),
         (
             AttentionConfig(implementation="flash", numerics={"blok_k": 32}),
             "no field 'blok_k'; nearest: block_k",
         ),
-        (AttentionConfig(engine="triton"), "engine of baseline must be 'auto', got 'triton'"),
-        (AttentionConfig(implementation="sdpa", profile="fa2"), "profile of sdpa .* got 'fa2'"),
-        (AttentionConfig(implementation="golden", profile="fa2"), "golden takes no profile"),
+        (
+            AttentionConfig(engine="triton"),
+            "^attention.engine of baseline must be 'auto', got 'triton'",
+        ),
+        (
+            AttentionConfig(implementation="sdpa", profile="fa2"),
+            "^attention.profile of sdpa .* got 'fa2'",
+        ),
+        (
+            AttentionConfig(implementation="golden", profile="fa2"),
+            "^attention: golden takes no profile",
+        ),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(config, message):
@@ -166,7 +182,9 @@ def test_a_module_in_the_current_folder_is_found_and_hides_none_of_a_library(tmp
 
 
 def test_a_profile_in_the_implementation_is_told_where_it_goes():
-    with pytest.raises(ValueError, match=r"write \{implementation: sdpa, profile: math\}"):
+    rule = "attention.implementation must be a name without its profile, got 'sdpa:math'"
+    said = re.escape(f"{rule}; write {{implementation: sdpa, profile: math}}")
+    with pytest.raises(ValueError, match=f"^{said}$"):
         resolve_attention(AttentionConfig(implementation="sdpa:math"), CPU)
 
 
@@ -210,6 +228,13 @@ def test_a_module_that_does_not_import_is_told_with_its_reason(tmp_path, monkeyp
         ("mypkg.py:my_attention", "; did you mean mypkg:my_attention$"),
         ("./sub/mypkg.py:f", r"; did you mean sub\.mypkg:f$"),
         ("mypkg.py", "; did you mean mypkg:FUNCTION$"),
+        ("mypkg.my_attention", "; did you mean mypkg:my_attention$"),
+        ("sub.mypkg.f", r"; did you mean sub\.mypkg:f$"),
+        ("sub.mypkg", r"; did you mean sub\.mypkg:FUNCTION$"),
+        ("mypkg", "; did you mean mypkg:FUNCTION$"),
+        ("json.loads", "; did you mean json:loads$"),
+        ("mypgk.f", "got 'mypgk.f'; nearest: [a-z, ]*$"),
+        ("mypkg.", "got 'mypkg.'; nearest: [a-z, ]*$"),
         ("mypgk.py:f", "'mypgk'; in this folder: mypkg$"),
         ("/there/mypkg.py:f", "MODULE:FUNCTION, got '/there/mypkg.py:f'; nearest: [a-z, ]*$"),
     ],
