@@ -18,6 +18,7 @@ from stability.config.masking import masked_values, masked_words
 __all__ = [
     "ADOPTED",
     "CHANGES",
+    "GRADIENT_NEEDS",
     "OF_THE_RUN",
     "PLACEHOLDERS",
     "attention_name",
@@ -42,6 +43,9 @@ ADOPTED = "checkpoints"
 
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
+
+GRADIENT_NEEDS = "the model must return its loss, as (logits, loss) or `.loss`"
+"""What a look at the whole model's gradient needs of a script, which computes that loss anew."""
 
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import MaskArguments
+from stability.config.commands import GRADIENT_NEEDS
 from stability.config.schema import ProbeConfig
 from stability.intercept.session import Shadow, shadow
 from stability.metrics.instability import crossings
@@ -43,7 +44,8 @@ class Instrument:
     `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
     `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
     nothing. What it calls while it is `marked` is PyTorch's own. `returned_loss` finds the loss in
-    what a model returned, `state` gives the weights by name.
+    what a model returned, `state` gives the weights by name, `refusal` makes the error that ends a
+    training which lacks what is needed, of a sentence.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Instrument:
         sdpa: Callable[..., Tensor] | None = None,
         marked: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         state: Callable[[], Mapping[str, Tensor]] = dict,
+        refusal: Callable[[str], BaseException] = ValueError,
     ) -> None:
-        self._state = state
+        self._state, self._refusal = state, refusal
         self._asked: dict[str, Any] = json.loads(asked)
         self._write, self._apart, self._returned_loss = write, apart, returned_loss
         self._attention, self._sdpa, self._marked = attention, sdpa, marked
@@ -99,7 +102,7 @@ class Instrument:
         return replace(found, function=self._marked(found.function)) if self._marked else found
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Tell of a pass that trains; ValueError if its loss is needed, and not in its result."""
+        """Tell of a pass that trains; refused if its loss is needed, and not in its result."""
         every = int(self._asked.get("gradient_every", 0))
         if self._session is None or not every or model is not self._model:
             return
@@ -108,12 +111,12 @@ class Instrument:
         self._call = self._given(model, args, kwargs, result)
 
     def _given(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> GivenCall:
-        """Return what is needed to compute the loss of a pass once more; ValueError without one."""
+        """Return what is needed to compute the loss of a pass once more; refused without one."""
         if self._returned_loss(result) is None:
-            raise ValueError(
-                "gradient-every: the model must return its loss, as (logits, loss) or `.loss`, "
-                f"returns {type(result).__name__}; put stability.shadow(..., loss=...) into the "
-                "script instead"
+            raise self._refusal(
+                "probe.gradient_every of the arm, or --gradient-every of `stability record`: "
+                f"{GRADIENT_NEEDS}, {type(model).__name__} returns {type(result).__name__}; let "
+                "it return both, or leave gradient_every out, and the gradient is not measured"
             )
         kind = next(model.parameters()).device.type
         is_on = torch.is_autocast_enabled(kind)
@@ -136,7 +139,9 @@ class Instrument:
         """Compute the loss of the last batch once more."""
         model, call = self._model, self._call
         if call is None or model is None:
-            raise ValueError("gradient-every: the model that trains was not called as a whole")
+            raise ValueError(
+                "probe.gradient_every: the model that trains was not called as a whole"
+            )
         kind = next(model.parameters()).device.type
         with torch.autocast(kind, dtype=call.autocast, enabled=call.autocast is not None):
             loss = self._returned_loss(model(*call.args, **call.kwargs))

@@ -18,7 +18,16 @@ from stability.recorder.rank_endings import ending, first_to_end, have_ended
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SpoolError", "Spooled", "Update", "dead_rank", "has_ended", "read_spool", "read_state"]
+__all__ = [
+    "SpoolError",
+    "Spooled",
+    "Update",
+    "dead_rank",
+    "has_ended",
+    "read_spool",
+    "read_state",
+    "refusal",
+]
 
 _MOST_NAMES = 4
 """How many weights a note names."""
@@ -182,9 +191,8 @@ def _ranks_that_train(folder: Path) -> list[list[dict[str, Any]]]:
     """Return the lines of each process that trained; SpoolError if there is none, or a refusal."""
     processes = [_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     ranks = [lines for lines in processes if any(line["kind"] == "begin" for line in lines)]
-    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
-    if refused:
-        raise SpoolError(refused[0])
+    if why := _refusal(processes):
+        raise SpoolError(why)
     backwards = [x["backwards"] for lines in processes for x in lines if x["kind"] == "none"]
     if not ranks and backwards:
         said = f"{sum(backwards)} backward calls, but no optimizer step"
@@ -196,6 +204,16 @@ def _ranks_that_train(folder: Path) -> list[list[dict[str, Any]]]:
             "that this command started; python's options -I, -E and -S keep the recorder out"
         )
     return ranks
+
+
+def refusal(folder: Path) -> str:
+    """Return why a process was refused what was asked of its training; mostly empty."""
+    return _refusal([_read_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))])
+
+
+def _refusal(processes: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    refused = [x["why"] for lines in processes for x in lines if x["kind"] == "refused"]
+    return refused[0] if refused else ""
 
 
 def dead_rank(folder: Path, output: str) -> str:

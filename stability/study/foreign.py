@@ -24,7 +24,7 @@ from stability.recorder.launch import Launched, environment_of, launch
 from stability.recorder.launched import GivenCommand, launch_record
 from stability.recorder.probed import write_probed
 from stability.recorder.spool_tail import telling_updates
-from stability.recorder.spooled import Spooled, dead_rank, read_spool, read_state
+from stability.recorder.spooled import Spooled, dead_rank, read_spool, read_state, refusal
 from stability.recorder.witnessed import recorded_witness, state_of_code, witness_notes
 from stability.recorder.writer import Baseline, RunWriter, stopped
 from stability.records.identity import environment_outside, hash_environment
@@ -448,7 +448,12 @@ def variables_of(run: ForeignRun) -> dict[str, str]:
 
 
 def died(launched: Launched, spool: Path) -> str:
-    """Return how a command that did not end well has ended: its rank in `spool`, its error."""
+    """Return how a command that did not end well has ended: its rank in `spool`, its error.
+
+    Where the recorder has ended it, that is why it did.
+    """
+    if why := refusal(spool):
+        return why
     said = [dead_rank(spool, launched.last_lines), " | ".join(launched.last_words)]
     how = "; ".join(each for each in said if each) or "it printed nothing"
     return f"the command ended with exit code {launched.code}: {how}"

@@ -21,10 +21,13 @@ __all__ = ["StartRefused", "give_start", "read_start", "was_set_anew"]
 
 
 class StartRefused(SystemExit):
-    """The training can't begin with what it is to be given, e.g. weights; the process ends."""
+    """The training can't begin with what it is to be given, e.g. weights; the process ends.
 
-    def __init__(self, why: str) -> None:
-        super().__init__(0)
+    `code` is its exit code; where other ranks go on by then, it must not be 0.
+    """
+
+    def __init__(self, why: str, code: int = 0) -> None:
+        super().__init__(code)
         self.why = why
 
 

@@ -123,6 +123,12 @@ def _looking(
             f"by {sys.executable}; install it there, or record without a probe"
         )
 
+    def refusal(why: str) -> StartRefused:
+        # nothing is gathered at the end: other ranks are in the middle of an update
+        training.error = why
+        spool.write({"kind": "refused", "why": why})
+        return StartRefused(why, code=1)
+
     def look(model: nn.Module) -> Any:
         # the one part that needs the package; by its name, as the launcher gives it
         named = json.loads(asked).get("instrument", "stability.recorder.instrument")
@@ -135,6 +141,7 @@ def _looking(
             sdpa=replaced.original if replaced else None,
             marked=replaced.marked if replaced else None,
             state=lambda: training.state,
+            refusal=refusal,
         )
         with spool.telling_refusals():
             try:

@@ -92,7 +92,10 @@ def test_a_model_that_returns_no_loss_is_told_at_the_first_look(tmp_path: Path, 
     assert study.record("baseline", options=(*PROBE, "--gradient-every", "2")) == 1
     captured = capfd.readouterr()
     said = re.sub(r"\s+", " ", captured.out + captured.err)
-    assert "gradient-every: the model must return its loss, as (logits, loss) or `.loss`" in said
+    assert "probe.gradient_every of the arm, or --gradient-every of `stability record`: " in said
+    assert "must return its loss, as (logits, loss) or `.loss`, Model returns Tensor; let" in said
+    assert "Traceback" not in said
+    assert "exit code" not in said
 
 
 @pytest.mark.slow
