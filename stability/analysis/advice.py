@@ -8,7 +8,7 @@ that were adopted tell no more than they hold. Leaves out what is missing (the l
 from typing import Literal
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.commands import is_adopted, is_command
+from stability.config.commands import GRADIENT_NEEDS, is_adopted, is_command
 
 __all__ = ["StudyKind", "Topic", "advice", "attention_is_not_its", "kind_of"]
 
@@ -64,8 +64,8 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "gradient": {
         "config": "probe.gradient_every in the study's YAML, e.g. 2, and 20 looks",
         "commands": "`gradient_every: 2` in the arm's `probe`, or in the base's for all, and 20 "
-        "looks",
-        "recorded": "runs with `--gradient-every 2`, and 20 looks",
+        f"looks, for which {GRADIENT_NEEDS}",
+        "recorded": f"runs with `--gradient-every 2`, and 20 looks, for which {GRADIENT_NEEDS}",
     },
     "distances": {
         "config": "run `stability run` again",

@@ -31,7 +31,7 @@ from stability.analysis.number_text import nats
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.axes import axes_of, touches
-from stability.config.commands import is_command
+from stability.config.commands import GRADIENT_NEEDS, is_command
 from stability.config.convert import to_dict
 from stability.config.study import PolicyConfig
 from stability.records.assay import (
@@ -132,7 +132,7 @@ def why_unplanted(config: Mapping[str, Any]) -> str:
         return ""
     return (
         "no faults were planted on it: nothing looks at the whole model's gradient there; give it "
-        "a probe with gradient_every"
+        f"a probe with gradient_every, for which {GRADIENT_NEEDS}"
     )
 
 

@@ -8,6 +8,7 @@ levels' evidence).
 from collections.abc import Mapping
 from typing import Any
 
+from stability.analysis.advice import advice
 from stability.analysis.assay import why_training_is_unshown
 from stability.analysis.gradient_evidence import LOOKS_NEEDED
 from stability.analysis.sequential import LOOKS
@@ -16,6 +17,7 @@ from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.training_evidence import missing_controls, why_inapplicable
 from stability.analysis.verdict import judged_candidates
 from stability.config.axes import touches
+from stability.config.commands import GRADIENT_NEEDS
 
 __all__ = ["NO_QUESTION", "plan_gaps"]
 
@@ -49,6 +51,8 @@ def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) ->
             f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: `stability run` "
             f"with --seeds {LOOKS[0]} trains more"
         )
+    if any(configs[arm.name].get("held_out") == "none" for arm in candidates):
+        found.append(f"no outcome is measured, as held_out is none: {advice(study, 'held_out')}")
     found += [said for arm in candidates if (said := _unseen(arm, configs[arm.name]))]
     return [said for said in dict.fromkeys(found) if said]
 
@@ -65,7 +69,8 @@ def _unseen(arm: RecordedArm, config: Mapping[str, Any]) -> str:
         name = arm.diff.get("attention.implementation", ("", ""))[-1] or "flash:fa2"
         return (
             f"{arm.name}: nothing looks at {what} there: `probe: {{candidate: {name}, every: "
-            f"{enough}, gradient_every: {enough}}}` in the arm, or in the base for all"
+            f"{enough}, gradient_every: {enough}}}` in the arm, or in the base for all; for the "
+            f"gradient {GRADIENT_NEEDS}"
         )
     if steps // of_gradient < LOOKS_NEEDED:
         fewer = f"gradient_every {enough}, or " if enough < of_gradient else ""

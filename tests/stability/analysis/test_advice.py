@@ -70,6 +70,13 @@ def test_every_key_that_is_advised_exists(kind, known, tmp_path):
             assert key in names, said
 
 
+@pytest.mark.parametrize("kind", ["commands", "recorded"])
+def test_what_a_look_at_the_gradient_needs_of_a_script_is_said(kind, tmp_path):
+    assert advice(of(kind, tmp_path), "gradient").endswith(
+        "20 looks, for which the model must return its loss, as (logits, loss) or `.loss`"
+    )
+
+
 @pytest.mark.parametrize("kind", get_args(StudyKind))
 def test_of_a_script_it_is_not_said_that_its_attention_is_the_same(kind, tmp_path):
     """Its flag may be `--attention naive`."""

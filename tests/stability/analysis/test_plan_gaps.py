@@ -23,7 +23,7 @@ ARMS = {
 }
 
 
-def gaps(folder, arms=ARMS, *, seeds=3, probe=LOOKED, steps=30, policy=None):
+def gaps(folder, arms=ARMS, *, seeds=3, probe=LOOKED, steps=30, policy=None, held_out=""):
     base = {"program": "python train.py", "setup": "", "train": {"steps": steps}}
     config = {"name": "s", "question": "?", "base": base, "seeds": [*range(seeds)]}
     entries = [
@@ -32,7 +32,8 @@ def gaps(folder, arms=ARMS, *, seeds=3, probe=LOOKED, steps=30, policy=None):
     ]
     config["policy"] = policy or {}
     write_sealed(StudyPaths(folder).study, {"config": config, "arms": entries})
-    configs = {arm: {**base, **({"probe": probe} if probe else {})} for arm in arms}
+    of_all = {**base, **({"held_out": held_out} if held_out else {})}
+    configs = {arm: {**of_all, **({"probe": probe} if probe else {})} for arm in arms}
     return plan_gaps(read_study(folder), configs)
 
 
@@ -67,7 +68,13 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
         ({"probe": None}, "fa2: nothing looks at its attention there"),
         (
             {"probe": {**LOOKED, "gradient_every": 0}},
-            "fa2: nothing looks at the whole model's gradient",
+            "fa2: nothing looks at the whole model's gradient there: `probe: {candidate: "
+            "flash:fa2, every: 1, gradient_every: 1}` in the arm, or in the base for all; for the gradient "
+            "the model must return its loss, as (logits, loss) or `.loss`",
+        ),
+        (
+            {"held_out": "none"},
+            "no outcome is measured, as held_out is none: name a function of the held-out loss in",
         ),
         (
             {"probe": {**LOOKED, "gradient_every": 2}},
