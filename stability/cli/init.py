@@ -2,8 +2,8 @@
 
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,7 +15,12 @@ from stability.cli.record import split_options as split_command
 from stability.cli.study_text import study_text
 from stability.cli.templates import Template, check_no_fault, write_template
 from stability.config.command_study import expand_commands, load_command_study
-from stability.config.commands import command_training, own_steps
+from stability.config.commands import (
+    GRADIENT_NEEDS,
+    command_training,
+    own_steps,
+    probe_settings,
+)
 from stability.config.convert import Place
 from stability.config.load import check_name
 from stability.config.masking import masked_values, masked_words
@@ -34,6 +39,10 @@ _A_REFERENCE = "a reference"
 _SEEDED = (
     "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
     "another seed makes another run"
+)
+_NO_GRADIENT = (
+    "the attention's calls are looked at, and the whole model's gradient is not: for that "
+    f"{GRADIENT_NEEDS}; no PASS without it. Let it do so, and write the study anew, to a new file"
 )
 _SEEDS_ITSELF = (
     "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
@@ -59,8 +68,8 @@ def init(
     The study has a baseline, a rerun and a nudge, and places for a candidate, a reference and a
     broken arm; --candidate and --broken fill in theirs, and with --attention these are the
     attention and the same with a planted fault. A reference is written where a flag of the command
-    is known to ask for low precision. Exit code 1 if the trial is no training that can be recorded,
-    or has no attention to replace.
+    is known to ask for low precision. A candidate and a broken arm are tried too, for one update.
+    Exit code 1 if a trial is no training that can be recorded, or has no attention to replace.
 
     Args:
         name: the study's name, by default the template's, or my_study
@@ -93,17 +102,19 @@ def init(
     from stability.study.foreign import RunFailedError  # heavy from here on
 
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
-        trials = _Trials(Path(folder), given, env or {}, attention)
         try:
-            found = trials.record()
+            trials, found = _tried(_Trials(Path(folder), given, env or {}, attention))
+            said = "" if has_seed else trials.of_seed()
+            why_not = trials.of_reference(text(), found.hashes["init_weights"])
+            trials.of_arms(text(), arms)
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
-        said = "" if has_seed else trials.of_seed()
-        why_not = trials.of_reference(text(), found.hashes["init_weights"])
-    _print_seen(found.resolved, [said, why_not and f"no reference is written: {why_not}"])
+    notes = [said, why_not and f"no reference is written: {why_not}"]
+    _print_seen(found.resolved, [*notes, "" if trials.has_loss else _NO_GRADIENT])
     make_folders(to.parent)
-    written = text(is_seeded=has_seed or said == _SEEDED, has_reference=not why_not)
+    is_seeded = has_seed or said == _SEEDED
+    written = text(is_seeded=is_seeded, has_reference=not why_not, has_loss=trials.has_loss)
     write_text(to, written)
     told = {"env": env or {}, **arms}
     if masked_words(given) != given or masked_values(told) != told:
@@ -130,26 +141,51 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:
     """Print what was seen of the training, after the `notes` that are not empty."""
-    from stability.recorder.held_out import NONE_SEEN  # heavy
+    from stability.recorder.held_out import NO_LOSS, NONE_SEEN  # heavy
 
     trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
     models = ", ".join(found["models"]) or "no module"
     print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
     for note in [*notes, *(note.replace(NONE_SEEN, trial) for note in found["notes"])]:
         if note:
-            print_line(f"  {note}")
+            lacks = "; no PASS without it" if note.startswith(NO_LOSS) else ""
+            print_line(f"  {note}{lacks}")
+
+
+def _tried(trials: "_Trials") -> "tuple[_Trials, Manifest]":
+    """Return what recorded the command, and the record: as asked, or without its gradient.
+
+    RunFailedError if it is no training, or has no attention to replace.
+    """
+    from stability.study.foreign import RunFailedError  # heavy
+
+    try:
+        return trials, trials.record()
+    except RunFailedError as error:
+        if GRADIENT_NEEDS not in str(error):
+            raise
+    without = replace(trials, folder=trials.folder / "no_gradient", has_loss=False)
+    return without, without.record()
 
 
 @dataclass(frozen=True, slots=True)
 class _Trials:
-    """Records two updates of a command, as often as is asked, into a temporary folder."""
+    """Records a few updates of a command, as often as is asked, into a temporary folder."""
 
     folder: Path
     words: Sequence[str]
     env: Mapping[str, str]
     attention: str
+    has_loss: bool = True
+    """Whether the model returns its loss, so that its gradient can be looked at."""
 
-    def record(self, study: str = "trial", seed: int = 0, words: Sequence[str] = ()) -> "Manifest":
+    def record(
+        self,
+        study: str = "trial",
+        seed: int = 0,
+        words: Sequence[str] = (),
+        steps: int = TRIAL,
+    ) -> "Manifest":
         """Record the command, or other `words`; RunFailedError if it is no training."""
         from stability.recorder.launch import Asked  # heavy
         from stability.study.foreign import record_command
@@ -157,14 +193,14 @@ class _Trials:
 
         given = words or self.words
         swapped = "" if words else self.attention
-        probe = {"candidate": swapped, "every": 1, "gradient_every": 1} if swapped else {}
+        probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_loss))
         run = plan_run(
             self.folder,
             study,
             "baseline",
             seed,
             command_training(given, self.env),
-            asked=Asked(seed=seed, steps=TRIAL, attention=swapped, probe=probe),
+            asked=Asked(seed=seed, steps=steps, attention=swapped, probe=probe),
             words=given,
             env=self.env,
         )
@@ -190,12 +226,9 @@ class _Trials:
         """
         from stability.study.foreign import RunFailedError  # heavy
 
-        path = self.folder / "study.yaml"
-        write_text(path, text)
-        arms = {arm.name: arm for arm in expand_commands(load_command_study(path))}
-        if "reference" not in arms:
+        words = self._words_of_arms(text).get("reference")
+        if words is None:
             return ""
-        words = arms["reference"].config.words()
         try:
             # without the attention in question, which a reference has not
             found = self.record(study="reference", words=words)
@@ -205,6 +238,24 @@ class _Trials:
             return str(error)
         same = found.hashes["init_weights"] == start
         return "" if same else f"`{shlex.join(words)}` starts from other weights, or another dtype"
+
+    def of_arms(self, text: str, arms: Iterable[str]) -> None:
+        """Record an update of each of `arms` that `text` has; RunFailedError, naming the arm."""
+        from stability.study.foreign import RunFailedError  # heavy
+
+        for arm in arms:
+            words = self._words_of_arms(text)[arm]
+            try:
+                self.record(study=arm, words=words, steps=1)
+            except RunFailedError as error:
+                why = str(error).partition(": ")[2]  # which begins with the run
+                raise RunFailedError(f"--{arm}: `{shlex.join(words)}`: {why}") from error
+
+    def _words_of_arms(self, text: str) -> dict[str, list[str]]:
+        """Return the command of each arm of the study `text`."""
+        path = self.folder / "study.yaml"
+        write_text(path, text)
+        return {arm.name: arm.config.words() for arm in expand_commands(load_command_study(path))}
 
 
 def _to_fill_in(text: str) -> list[str]:

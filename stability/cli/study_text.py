@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from stability.cli.command_parts import CommandParts, parts_of
+from stability.config.commands import GRADIENT_NEEDS
 from stability.config.load import RESERVED, parse_value
 
 __all__ = ["reference_flags", "study_text"]
@@ -43,7 +44,11 @@ _SWAPPED = """\
   # what is in question: it takes the place of the script's own attention, and is compared with it
   {arm}:
     attention: {name}
-    probe: &looked {{candidate: {name}, every: {every}, gradient_every: {every}}}
+    probe: &looked {{candidate: {name}, every: {every}, gradient_every: {of_gradient}}}
+"""
+_NO_GRADIENT = f"""\
+  # no PASS as it is, since the whole model's gradient is not looked at: `gradient_every: {{every}}`
+  # does, and for that {GRADIENT_NEEDS}
 """
 _PLANTED = """\
   # one with a planted fault, which must be found to be harmed
@@ -99,13 +104,15 @@ def study_text(
     is_seeded: bool = True,
     attention: str = "",
     has_reference: bool = True,
+    has_loss: bool = True,
     arms: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
     `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one;
-    `has_reference`: whether a reference is written where a flag is known; `arms`: the flags of a
-    candidate and of a broken arm, where they are given.
+    `has_reference`: whether a reference is written where a flag is known; `has_loss`: whether the
+    model returns its loss, so that its gradient can be looked at; `arms`: the flags of a candidate
+    and of a broken arm, where they are given.
     """
     parts = parts_of(words)
     seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"
@@ -119,7 +126,9 @@ def study_text(
         {"base": base}, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=1000
     )
     reference = reference_flags(parts.flags) if has_reference else {}
-    asked, broken = _asked_and_broken(parts, steps, attention, arms or {})
+    looks = max(1, steps // _LOOKS)
+    swapped = _swapped(attention, looks, has_loss=has_loss) if attention else ""
+    asked, broken = (swapped, "") if swapped else _asked_and_broken(parts, arms or {})
     return f"""name: {name}
 question: Does the candidate matter?
 
@@ -136,11 +145,9 @@ seeds: {seeds.rstrip()}
 
 
 def _asked_and_broken(
-    parts: CommandParts, steps: int, attention: str, arms: Mapping[str, Mapping[str, Any]]
+    parts: CommandParts, arms: Mapping[str, Mapping[str, Any]]
 ) -> tuple[str, str]:
     """Return the arm in question and the broken one, each as it is given, or a place for it."""
-    if attention:
-        return _swapped(attention, max(1, steps // _LOOKS)), ""
     asked = _CANDIDATE.format(switch=_OF_SWITCHES if parts.place == "{flags}" else "")
     if "candidate" in arms:
         asked = _GIVEN_CANDIDATE + _arm("candidate", arms["candidate"])
@@ -150,14 +157,16 @@ def _asked_and_broken(
     return asked, broken if arms else broken + _OF_ATTENTION
 
 
-def _swapped(attention: str, every: int) -> str:
+def _swapped(attention: str, every: int, *, has_loss: bool) -> str:
     """Return the arm of an attention that is looked at, and the same with a planted fault."""
     name = attention.rpartition(":")[2]
     taken = ("baseline", "broken", "reference", "rerun", "nudge")
     # a function may be called as another arm is, or as YAML's null
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) and parse_value(name) == name
     arm = name if is_name and name.lower() not in (*taken, *RESERVED) else "candidate"
-    said = _SWAPPED.format(arm=arm, name=attention, every=every)
+    of_gradient = every if has_loss else 0
+    said = _SWAPPED.format(arm=arm, name=attention, every=every, of_gradient=of_gradient)
+    said = said if has_loss else _NO_GRADIENT.format(every=every) + said
     # no fault can be planted on PyTorch's own
     planted = "flash:fa2" if attention.startswith("sdpa:") else attention
     return said + _PLANTED.format(name=planted)

@@ -18,18 +18,21 @@ from typing import Any, NamedTuple
 
 from stability.recorder.trained_samples import read_trained_samples
 
-__all__ = ["NONE_SEEN", "HeldOut", "read_held_out"]
+__all__ = ["NAME_IT", "NONE_SEEN", "NO_LOSS", "HeldOut", "read_held_out"]
 
-_ASK = (
+NAME_IT = (
     "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` in "
-    "the base of the study's YAML, `--held-out MODULE:FUNCTION` of `stability record`"
+    "the base of the study's YAML"
 )
+_ASK = f"{NAME_IT}, `--held-out MODULE:FUNCTION` of `stability record`"
 
 _IN_OTHER_BITS = (
     "no sample was trained on twice in the same bits: whether held-out ones were trained on in "
     "others, as with noise or in another crop, can't be told"
 )
 
+NO_LOSS = "no held-out loss: "
+"""How a note on why there is none begins."""
 NONE_SEEN = (
     "no call of the model in evaluation mode (`model.eval()`) and without gradients was seen"
 )
@@ -83,7 +86,7 @@ def read_held_out(ranks: Sequence[Lines], folder: Path, steps: int) -> HeldOut:
     if any(told):
         return _told(told)
     if asked in ("none", "call"):
-        said = "no held-out loss: none was told by recorder.held_out(loss)"
+        said = f"{NO_LOSS}none was told by recorder.held_out(loss)"
         return HeldOut(notes=[said] if asked == "call" else [])
     evaluations = [_evaluations(lines, steps) for lines in ranks]
     by_step = {
@@ -91,11 +94,11 @@ def read_held_out(ranks: Sequence[Lines], folder: Path, steps: int) -> HeldOut:
         for step in sorted({step for rank in evaluations for step in rank})
     }
     if not by_step:
-        return HeldOut(notes=[f"no held-out loss: {NONE_SEEN}; {_ASK}"])
+        return HeldOut(notes=[f"{NO_LOSS}{NONE_SEEN}; {_ASK}"])
     whole = {step: calls for step, calls in by_step.items() if calls}
     if not whole:
         said = "the script evaluates its model, but no loss of that was seen"
-        return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
+        return HeldOut(notes=[f"{NO_LOSS}{said}; {_ASK}"])
     return _all(whole) if asked == "all" else _of_the_same(whole, ranks, folder)
 
 
@@ -131,9 +134,7 @@ def _of_the_same(
     """Return the loss of the calls that are the same at every step, less those trained on."""
     if len(by_step) < 2:
         said = "the script evaluates once, so that which part is the same each time can't be told"
-        return HeldOut(
-            notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
-        )
+        return HeldOut(notes=[f"{NO_LOSS}{said}; {_ASK}, or say `held_out: all` if none trains"])
     trained = read_trained_samples(ranks, folder)
     known = trained.calls
     # what is evaluated before the training is often less, as a trial
@@ -144,9 +145,7 @@ def _of_the_same(
     if not shared or "" in shared:
         what = "other samples at each step" if shared.keys() != {""} else "nothing that was seen"
         said = f"the script evaluates {what}, so what of it is held out can't be told"
-        return HeldOut(
-            notes=[f"no held-out loss: {said}; {_ASK}, or say `held_out: all` if none trains"]
-        )
+        return HeldOut(notes=[f"{NO_LOSS}{said}; {_ASK}, or say `held_out: all` if none trains"])
     used = Counter({digest: n for digest, n in shared.items() if known.get(digest) == 0})
     unknown = shared.total() - sum(shared[digest] for digest in known)
     sizes = {call.digest: call.samples for calls in by_step.values() for call in calls}
@@ -160,7 +159,7 @@ def _of_the_same(
         said = _all_left_out(share)
         if unknown:
             said = f"for {unknown} of {shared.total()} losses {_UNKNOWN}"
-        return HeldOut(notes=[f"no held-out loss: {said}; {_ASK}"])
+        return HeldOut(notes=[f"{NO_LOSS}{said}; {_ASK}"])
     chosen = {step: _chosen(calls, used) for step, calls in by_step.items()}
     losses = {step: _mean(calls) for step, calls in chosen.items() if calls}
     calls = next(x for x in chosen.values() if x)

@@ -44,6 +44,30 @@ def test_arms_that_are_given_are_written_tried_and_not_asked_for_again(
     assert "fill in a candidate and a reference, then: stability run" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("asked", "flags", "why"),
+    [
+        ("--candidate", "lrr=0.02", "error: unrecognized arguments: --lrr 0.02"),
+        ("--broken", "steps=many", "argument --steps: invalid int value: 'many'"),
+    ],
+)
+def test_an_arm_that_its_script_rejects_is_told_in_the_script_s_words_and_not_written(
+    asked: str,
+    flags: str,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert code_of("init", asked, flags, "--", *PLAIN, "--seed", "0") == 1
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"FAILED: {asked}: `{sys.executable} ")
+    assert "the command ended with exit code 2: " in said
+    assert why in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_place_is_kept_for_what_is_not_given(tmp_path: Path) -> None:
     text, arms = written(tmp_path, ["--lr", "0.1"], candidate="lr=0.2")
     assert "\n  # broken:\n  #   role: broken\n" in text

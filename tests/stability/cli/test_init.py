@@ -55,6 +55,7 @@ def test_a_command_without_a_seed_is_told(
         "no held-out loss: no call of the model in evaluation mode (`model.eval()`) and without "
         "gradients was seen in 2 updates (later ones are found in the runs); name a func"
     ) in said
+    assert "; no PASS without it\n" in said
 
 
 def test_a_command_that_takes_the_seed_it_is_given_beforehand_has_three(
@@ -251,10 +252,6 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     monkeypatch.chdir(tmp_path)
     words = ["--attention", "flash:fa2", "--", sys.executable, str(SCRIPTS / "evaluates.py")]
     words += ["--seed", "0", "--bf16"]
-    # what a look at the gradient needs is found now, not once the controls have trained
-    assert code_of("init", *words) == 1
-    assert "the model must return its loss" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
     assert code_of("init", "--steps", "20", *words, "--kind", "tuple") == 0
     said = capsys.readouterr().out
     assert "2 attention calls were replaced by flash:fa2" in said
@@ -266,6 +263,26 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     ), "nothing is left to be filled in"
     arms = [x.name for x in expand_commands(load_command_study(tmp_path / "study.yaml"))]
     assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
+
+
+def test_a_model_without_its_loss_is_looked_at_without_its_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As most scripts: `loss = F.cross_entropy(model(x), y)`."""
+    monkeypatch.chdir(tmp_path)
+    words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
+    assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Traceback" not in said
+    assert "the whole model's gradient is not: for that the model must return its loss" in said
+    assert "; no PASS without it. Let it do so" in said
+    assert "2 attention calls were replaced by flash:fa2" in said
+    text = (tmp_path / "study.yaml").read_text()
+    assert "`gradient_every: 1`\n  # does, and for that the model must return its loss" in text
+    arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    for arm in ("fa2", "broken"):
+        assert arms[arm].config.probe.settings()["every"] == 1
+        assert arms[arm].config.probe.settings()["gradient_every"] == 0
 
 
 @pytest.mark.slow
