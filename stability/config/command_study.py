@@ -119,7 +119,9 @@ class CommandConfig:
     """A command that is run once in the checkout of each commit, as to build extensions."""
     start: str = ""
     """The checkpoint that `{resume}` stands for."""
-    attention: str = ""
+    attention: str = field(
+        default="", metadata={"form": '"module:function" or "module:function+fault"'}
+    )
     """What takes the place of `scaled_dot_product_attention` in the script, `flash:fa2+dq_gain`
     for one with a planted fault; none: nothing."""
     held_out: str = ""

@@ -88,6 +88,7 @@ def from_dict(cls: type[T], mapping: Any, where: str) -> T:
 def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:
     """Build the dataclass `cls` from `mapping`, nested groups included.
 
+    A field's metadata may give the `form` of its value, which is said where it has another type.
     None stands for an empty mapping. ConfigError names an unknown or missing key, a wrong type, or
     what the dataclass itself refuses.
     """
@@ -103,7 +104,10 @@ def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:
         required = field.default is MISSING and field.default_factory is MISSING
         if required and name not in content:
             raise place.at(name).error("missing; it has no default")
-    values = {key: _convert(value, hints[key], place.at(key)) for key, value in content.items()}
+    values = {
+        key: _convert(value, hints[key], place.at(key), names[key].metadata.get("form", ""))
+        for key, value in content.items()
+    }
     try:
         return cls(**values)
     except ConfigError:
@@ -117,7 +121,7 @@ def from_mapping(cls: type[T], mapping: Any, place: Place) -> T:
         raise place.error(text) from error
 
 
-def _convert(value: Any, kind: Any, place: Place) -> Any:
+def _convert(value: Any, kind: Any, place: Place, form: str = "") -> Any:
     origin = get_origin(kind)
     if kind is Any:
         return value
@@ -130,7 +134,7 @@ def _convert(value: Any, kind: Any, place: Place) -> Any:
     if origin is dict:
         return _convert_dict(value, get_args(kind)[1], place)
     allowed = get_args(kind) if origin in (Union, UnionType) else (kind,)
-    return _convert_scalar(value, allowed, place)
+    return _convert_scalar(value, allowed, place, form)
 
 
 def _convert_choice(value: Any, choices: tuple[str, ...], place: Place) -> str:
@@ -167,7 +171,7 @@ def _convert_dict(value: Any, kind: Any, place: Place) -> dict[str, Any]:
 _WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 
-def _convert_scalar(value: Any, allowed: tuple[type, ...], place: Place) -> Any:
+def _convert_scalar(value: Any, allowed: tuple[type, ...], place: Place, form: str) -> Any:
     if type(value) in allowed:
         return value
     if float in allowed and type(value) is int:
@@ -177,7 +181,7 @@ def _convert_scalar(value: Any, allowed: tuple[type, ...], place: Place) -> Any:
             problem = "must be a number that FP64 holds, got one of 309 digits or more"
             raise place.error(problem) from error
     rule = " or ".join(_WORDS[kind] for kind in allowed)
-    raise place.error(f"must be {rule}, got {value!r}")
+    raise place.error(f"must be {rule}{form and f', {form}'}, got {value!r}")
 
 
 def to_dict(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Studies of commands: what their YAML may say, and which words it makes of a command."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,14 @@ def written(tmp_path: Path, **changes: Any) -> Path:
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def test_an_attention_that_is_a_mapping_is_told_its_form(tmp_path: Path) -> None:
+    """As it stands in a study of our own models."""
+    attention = {"implementation": "mine:attend"}
+    said = 'attention: must be a string, "module:function" or "module:function+fault", got {'
+    with pytest.raises(ConfigError, match=f"arms.mine.{re.escape(said)}"):
+        load_command_study(written(tmp_path, arms={"mine": {"attention": attention}}))
 
 
 def test_a_fault_on_an_attention_is_a_value_of_its_own_and_makes_an_arm_broken(
