@@ -36,6 +36,12 @@ LevelState = Literal["holds", "harmed", "undecided", "not applicable", "not meas
 """`not applicable`: the change can't be seen there, and the verdict rests on the other levels.
 `not measured`: it could be, and was not; no verdict can pass without it."""
 
+_SILENT = {
+    "not applicable": "The level does not apply: ",
+    "not measured": "Nothing was measured: ",
+}
+"""How the sentence of a level begins that says nothing, by its state."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelEvidence:
@@ -58,6 +64,11 @@ class LevelEvidence:
     """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
 
     @property
+    def reason(self) -> str:
+        """The text, for a reader who has read the state before it."""
+        return self.text.removeprefix(_SILENT.get(self.state, ""))
+
+    @property
     def text(self) -> str:
         """The sentence, and what would decide it."""
         return f"{self.sentence} To decide it: {self.decides}." if self.decides else self.sentence
@@ -73,10 +84,8 @@ def silent_level(
     level: Level, state: LevelState, reason: str, decides: str = "", *, cell: str = ""
 ) -> LevelEvidence:
     """Return the evidence of a level that says nothing; `reason` is a clause without full stop."""
-    said = "The level does not apply" if state == "not applicable" else "Nothing was measured"
-    return LevelEvidence(
-        level=level, state=state, sentence=f"{said}: {reason}.", cell=cell, decides=decides
-    )
+    sentence = f"{_SILENT[state]}{reason}."
+    return LevelEvidence(level=level, state=state, sentence=sentence, cell=cell, decides=decides)
 
 
 def listed(levels: Sequence[Level]) -> str:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stability.analysis.advice import StudyKind, kind_of
-from stability.analysis.evidence import Level, LevelEvidence, listed
+from stability.analysis.evidence import Level, LevelEvidence, agreeing, listed
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.metric_names import parse_deviation
 
-__all__ = ["gaining", "more_looks", "outlook"]
+__all__ = ["gaining", "more_looks", "outlook", "unmeasured"]
 
 _EVERY: dict[Level, str] = {"operator": "every", "gradient": "gradient_every"}
 """The levels that are judged over looks, and the probe's setting of how often each is made."""
@@ -51,6 +51,17 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
         return "this was the last look"
     but = f", which add nothing at {listed(rest)}" if rest else ""
     return f"the next look is at {next_look} seeds{but}"
+
+
+def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:
+    """Return what is missing at the `levels` that are not measured, a clause; empty if none is."""
+    lacking = {name: each for name, each in levels.items() if each.state == "not measured"}
+    if not lacking:
+        return ""
+    named = list(lacking)
+    todo = "; ".join(dict.fromkeys(each.decides for each in lacking.values() if each.decides))
+    said = f"more seeds decide nothing while {listed(named)} {agreeing(named, 'is')} not measured"
+    return f"{said}: {todo}" if todo else said
 
 
 def more_looks(study: RecordedStudy, arm: RecordedArm, level: Level) -> str:

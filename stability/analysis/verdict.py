@@ -27,7 +27,7 @@ from stability.analysis.drift_notes import unproven_clause
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, listed, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import baseline_lost, where_lost
-from stability.analysis.more_looks import gaining, more_looks, outlook
+from stability.analysis.more_looks import gaining, more_looks, outlook, unmeasured
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
@@ -52,6 +52,7 @@ __all__ = [
 
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE", "NO ASSAY"]
 WORST_FIRST: tuple[Outcome, ...] = ("FAIL", "NO ASSAY", "INCONCLUSIVE", "PASS")
+_DECIDED: tuple[Outcome, ...] = ("PASS", "FAIL")
 
 EvidenceOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], LevelEvidence]
 AssayOf = Callable[[RecordedStudy, RecordedArm, PolicyConfig], ArmAssay]
@@ -139,10 +140,13 @@ class StudyVerdict:
 
     @property
     def outlook(self) -> str:
-        """What more seeds would do, a clause; empty where they would help and none is left."""
-        is_decided = self.look and all(arm.outcome in ("PASS", "FAIL") for arm in self.candidates)
+        """What more seeds would do, or what is missing, a clause; empty after the last look."""
+        is_decided = self.look and all(arm.outcome in _DECIDED for arm in self.candidates)
         if is_decided and not self.exploratory:
             return "decided, which ends the plan: no more seeds are needed"
+        missing = [unmeasured(arm.levels) for arm in self.candidates if arm.outcome not in _DECIDED]
+        if self.look and missing and all(missing):
+            return missing[0]
         states = {one.state for arm in self.candidates for one in arm.levels.values()}
         if self.look and "undecided" in states and not any(arm.gains for arm in self.candidates):
             return "more seeds add nothing to what is undecided"

@@ -101,7 +101,7 @@ def _arm_lines(arm: ArmVerdict) -> list[str]:
     said = f"{arm.sentence[:1].upper()}{arm.sentence[1:]}."
     lines = ["", *_wrapped(f"{arm.arm} {arm.answer}. {said}")]
     for evidence in arm.levels.values():
-        lines += _wrapped(f"{evidence.level} {evidence.state}: {evidence.text}", "  ")
+        lines += _wrapped(f"{evidence.level} {evidence.state}: {evidence.reason}", "  ")
     if not arm.is_control:
         found = arm.assay.sentence
         lines += _wrapped(f"assay {arm.assay.state}: {found[:1].upper()}{found[1:]}.", "  ")

@@ -178,6 +178,30 @@ def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook):
     assert changed.outlook == "the next look is at 5 seeds", "what is exploratory decides nothing"
 
 
+def test_what_is_not_measured_is_said_and_no_look_that_would_not_measure_it(study):
+    name_it = "name a function of the held-out loss in the base, `held_out: module:function`"
+    lacking = LevelEvidence(
+        level="outcome",
+        state="not measured",
+        sentence="Nothing was measured: no run has a held-out loss.",
+        decides=name_it,
+    )
+    judged = _judge(study, {**HOLDS, "outcome": lacking})
+    said = f"more seeds decide nothing while the outcome level is not measured: {name_it}"
+    assert judged.outlook == said
+    shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
+    assert shown.endswith(f"{said}.")
+    assert "outcome not measured: no run has a held-out loss. To decide it: name a" in shown
+    assert _judge(study, {**HOLDS, "outcome": replace(lacking, decides="")}).outlook == (
+        "more seeds decide nothing while the outcome level is not measured"
+    )
+    open_arm = replace(judged.arms[0], levels=OPEN, arm="other")
+    both = replace(judged, arms=(*judged.arms, open_arm))
+    assert "not measured" not in both.outlook, "more seeds may decide the other"
+    harmed = {**HOLDS, "outcome": lacking, "training": _evidence("harmed", 1e-9, 1.0)["training"]}
+    assert _judge(study, harmed).outlook.startswith("decided")
+
+
 def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):
     levels = {**HOLDS, "operator": OPEN["operator"]}
     all_of_them = _looked_at_in(study, (0, 1, 2))
