@@ -3,9 +3,11 @@
 import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from stability.analysis.plan_gaps import NO_QUESTION
 from stability.analysis.sequential import LOOKS
 from stability.cli.output import HOLDS, in_lines, print_json, print_line
 from stability.cli.run import check_keep, option_help, split_options, with_seeds
@@ -44,7 +46,8 @@ def estimate(
     A few updates of each arm are made in a temporary folder, and standard error says of which; no
     run is begun, and nothing is kept. A command is started for them as `stability run` would start
     it, with `trial` for {arm}: what it saves outside of {out} it saves then too. Of a study that
-    takes long it says what would shorten it, and of one of commands what a PASS lacks, as planned.
+    takes long it says what would shorten it, and of one of commands what a PASS lacks, as planned
+    and as far as its trials show.
 
     Args:
         study: the study's YAML file
@@ -91,7 +94,20 @@ def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list
     gaps = planned_gaps(study, runs)
     cost = cost_of_commands(runs, told=_tell)
     content = {"study": study.name, **cost.to_dict(), "lacks": gaps}
-    return content, [*_lines_of_commands(study, cost, load), *_lines_of_gaps(gaps)]
+    unseen = [] if gaps == [NO_QUESTION] else _unseen(cost)
+    return content, [*_lines_of_commands(study, cost, load), *_lines_of_gaps(gaps, unseen)]
+
+
+def _unseen(cost: "CommandCost") -> list[str]:
+    """Return what a PASS needs and the trials have not shown, though later updates may."""
+    from stability.recorder.held_out import NAME_IT, NONE_SEEN  # heavy, with all of the recorder
+
+    if not cost.unevaluated:
+        return []
+    return [
+        f"no outcome is measured without a held-out loss: {NONE_SEEN} in {cost.unevaluated} "
+        f"updates; unless later ones have one, {NAME_IT}"
+    ]
 
 
 def _tell(text: str) -> None:
@@ -136,10 +152,15 @@ def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) ->
     return [*lines, "        of one run, in its first few updates"]
 
 
-def _lines_of_gaps(gaps: list[str]) -> list[str]:
-    """Return the lines on what keeps every candidate from a PASS; none where nothing does."""
-    lines = ["PASS    none, as the study is planned:"] if gaps else []
-    for each in gaps:
+def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
+    """Return the lines on what keeps every candidate from a PASS; none where nothing does.
+
+    `gaps` do as the study is planned, and what is `unseen` may.
+    """
+    if not gaps and not unseen:
+        return []
+    lines = [f"PASS    none, {'as the study is planned' if gaps else 'as far as was seen'}:"]
+    for each in [*gaps, *unseen]:
         lines += textwrap.wrap(each, 80, initial_indent=f"{'':8}- ", subsequent_indent=f"{'':10}")
     return lines
 

@@ -25,6 +25,7 @@ from typing import Any
 from stability.config.masking import without_secrets
 from stability.config.schema import BASELINE
 from stability.probe.schedule import Schedule
+from stability.recorder.held_out import NONE_SEEN
 from stability.recorder.spooled import Spooled, read_spool
 from stability.study.cost_estimate import REPORT_BYTES
 from stability.study.foreign import RunFailedError, commanded
@@ -62,6 +63,8 @@ class CommandTrial:
     """Of what is written once."""
     memory: Mapping[str, int]
     """The most bytes that its processes have held, as `Spooled.memory`."""
+    evaluates: bool = True
+    """Whether its script was seen to evaluate, or was not asked for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +83,8 @@ class CommandCost:
     """Bytes that stay, by what they are."""
     memory: dict[str, int]
     """The most bytes that a run's processes hold of the `host`, and one of them of its `gpu`."""
+    unevaluated: int = 0
+    """The updates of a trial, if no script was seen to evaluate in them; else 0."""
 
     @property
     def bytes(self) -> int:
@@ -97,6 +102,7 @@ class CommandCost:
             "disk_bytes": self.bytes,
             "disk": self.disk,
             "memory": self.memory,
+            "unevaluated": self.unevaluated,
         }
 
 
@@ -134,6 +140,7 @@ def cost_of_commands(
         seconds_by_seed=by_seed,
         look_seconds=of_looks,
         disk={"snapshots": states, "records": round(records), "report": REPORT_BYTES},
+        unevaluated=0 if any(x.evaluates for x in trials.values()) else _updates(runs[0])[-1],
         memory={x: max(each.memory.get(x, 0) for each in trials.values()) for x in known},
     )
 
@@ -183,8 +190,6 @@ def time_command(run: ForeignRun) -> CommandTrial:
         steps=steps[-1],
         snapshot_steps=steps,
         looks=(0,),
-        # a function of the user's is called at every state; what the script evaluates is told of
-        held_out=run.asked.held_out if ":" in run.asked.held_out else "none",
         probe=_trial_probe(run.asked.probe),
         same_start=False,
     )
@@ -250,4 +255,5 @@ def _trial(run: ForeignRun, spooled: Spooled, whole: float) -> CommandTrial:
         update_bytes=log / steps[-1],
         fixed_bytes=sum(sizes.values()) - of_states - log,
         memory=spooled.memory,
+        evaluates=not any(NONE_SEEN in note for note in spooled.held_out.notes),
     )

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from stability.config.command_study import load_command_study
+from stability.recorder.held_out import HeldOut
 from stability.recorder.spooled import _memory
 from stability.study import command_cost
 from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
@@ -121,7 +122,7 @@ def trial_of(folder, probe, seconds, *, whole):
             os.utime(path, (place / 2, place / 2))
     run.paths.metrics.write_bytes(b"x" * 60)
     run.paths.manifest.write_bytes(b"x" * 7)
-    spooled = SimpleNamespace(times=times, memory={"host": 3})
+    spooled = SimpleNamespace(times=times, memory={"host": 3}, held_out=HeldOut())
     return command_cost._trial(run, spooled, whole)
 
 
@@ -261,6 +262,36 @@ def test_what_a_pass_lacks_is_said_before_anything_runs(folder, monkeypatch, cap
     lacks = json.loads(capsys.readouterr().out)["lacks"]
     assert len(lacks) == 3
     assert "it has 2 of the 3 seeds of the first look" in lacks[-1]
+
+
+def test_that_nothing_was_evaluated_is_said_of_a_study_that_lacks_nothing_else(
+    folder, monkeypatch, capsys
+):
+    unseen = replace(TRIAL, evaluates=False)
+    monkeypatch.setattr(command_cost, "time_command", lambda run: unseen)
+    arms = {
+        "lr": {"flags": {"lr": 0.02}},
+        "nudge": {"nudge": {"ulps": 1}},
+        "reference": {"role": "reference", "flags": {"bf16": False}},
+        "broken": {"role": "broken", "flags": {"lr": 1.0}},
+    }
+    path = study_of(folder, "plain.py", arms, seeds=(0, 1, 2))
+    assert code_of("estimate", str(path)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "PASS none, as far as was seen: - no outcome is measured without a held-out loss: no call "
+        "of the model in evaluation mode (`model.eval()`) and without gradients was seen in 4 "
+        "updates; unless later ones have one, name a function that returns it"
+    ) in said
+    monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)
+    assert code_of("estimate", str(path)) == 0
+    assert "PASS" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("script", "evaluates"), [("plain.py", False), ("evaluates.py", True)])
+def test_a_trial_tells_whether_its_script_evaluates(folder, script, evaluates):
+    (run,) = planned(study_of(folder, script, {}))
+    assert time_command(run).evaluates == evaluates
 
 
 def test_more_seeds_are_counted_as_they_are_run(folder, monkeypatch, capsys):
