@@ -318,8 +318,8 @@ def _sentence(found: _Findings, test: _LossTest) -> str:
         parts.append(said)
         if interval.high < -found.margin:
             parts.append(
-                "it is better by more than the limit: no harm at this level, but more than rounding "
-                "does: see that no target reaches the model and that it trains on the same data"
+                "it is better by more than the limit: no harm at this level, but more than "
+                "rounding does: see that no target reaches the model and that its data are the same"
             )
     if not math.isnan(found.scatter):
         parts.append(f"other initial weights scatter it by {found.scatter:.2g} nats")

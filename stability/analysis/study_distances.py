@@ -83,7 +83,7 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
 
 
 def left_out_note(study: RecordedStudy, step: int) -> str:
-    """Return that drift at a step is of values too that E leaves out there; empty if there are none.
+    """Return that drift at a step is of values too that E leaves out there, or empty.
 
     Such values, as a key's bias, may be nearly all of a drift, so that arms look alike in it whose
     E differs. A damaged record says nothing here; the verdict names it.
