@@ -112,14 +112,14 @@ TILES: dict[int, dict[tuple[str, int], Tile]] = {
     100: {
         ("forward", 64): Tile(64, 64, 4, 3),
         ("forward", 128): Tile(128, 64, 8, 3),
-        ("forward", 256): Tile(128, 64, 8, 2),
+        ("forward", 256): Tile(64, 64, 8, 3),
         ("dq", 64): Tile(128, 64, 8, 3),
         ("dq", 128): Tile(128, 64, 8, 3),
         ("dq", 256): Tile(128, 32, 8, 2),
         ("dkv", 64): Tile(64, 64, 4, 2),
         ("dkv", 128): Tile(64, 64, 4, 2),
         ("dk", 256): Tile(64, 64, 8, 2),
-        ("dv", 256): Tile(64, 64, 4, 2),
+        ("dv", 256): Tile(64, 64, 8, 2),
     },
 }
 """By compute capability, then kernel and width of a head; a narrower head takes the next.
