@@ -208,7 +208,10 @@ def _look_at_all(
 
 
 def _with_layout(attention: Callable[..., Any], report: CheckReport) -> tuple[Finding, ...]:
-    """Return the findings, opened by the layout if that is what is wrong: it explains the rest."""
+    """Return the findings, or in place of those of a dtype its layout, if that is what is wrong.
+
+    What is measured in a wrong layout tells nothing of the attention.
+    """
     failing = {format for finding in report.findings for format in finding.dtypes}
     said = {
         format: layout_sentence(attention, format, report.device)
@@ -219,8 +222,7 @@ def _with_layout(attention: Callable[..., Any], report: CheckReport) -> tuple[Fi
     if not dtypes:
         return report.findings
     layout = Finding(what="layout", noun="layout", sentence=said[dtypes[0]], dtypes=dtypes)
-    # what mistake comes closest is beside the point
-    others = (x for x in report.findings if x.what != "diagnosis" or not {*x.dtypes} <= {*dtypes})
+    others = (finding for finding in report.findings if not {*finding.dtypes} <= {*dtypes})
     return layout, *others
 
 

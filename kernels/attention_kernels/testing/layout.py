@@ -37,7 +37,7 @@ def layout_sentence(attention: Callable[..., Any], format: str, device: torch.de
             return (
                 "it takes (batch, tokens, heads, head_dim): q, k and v come as (batch, heads, "
                 "tokens, head_dim); with each of them, and out, transposed (1, 2) it is right at "
-                f"{cell}"
+                f"{cell}; what else is wrong, if anything, a check can tell after that"
             )
     return ""
 
