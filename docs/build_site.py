@@ -45,6 +45,7 @@ PAGES = {
         "adopt.md": "docs/adopt.md",
         "extend.md": "docs/extend.md",
         "look.md": "docs/look.md",
+        "screenshots.md": "docs/screenshots.md",
         "instrument.md": "docs/instrument.md",
         "layouts.md": "docs/layouts.md",
         "executors.md": "docs/executors.md",

@@ -18,13 +18,23 @@ DOCS = ROOT / "docs"
 
 SHOWN = {
     "quickstart.png": "report-first-screen.png",
+    "screenshots/report-400.png": "report-400-light-first.png",
     "screenshots/report-400-dark.png": "report-400-dark-first.png",
+    "screenshots/report-1280.png": "report-1280-light-first.png",
+    "screenshots/report-1280-dark.png": "report-1280-dark-first.png",
+    "screenshots/report-2000.png": "report-2000-light-first.png",
+    "screenshots/report-2000-dark.png": "report-2000-dark-first.png",
+    "screenshots/report-printed.png": "report-printed.png",
     "screenshots/drift.png": "report-drift.png",
+    "screenshots/dashboard-empty.png": "dashboard-empty-light-first.png",
     "screenshots/dashboard.png": "dashboard-mixed-light.png",
+    "screenshots/dashboard-dark.png": "dashboard-mixed-dark.png",
+    "screenshots/dashboard-many.png": "dashboard-many-light-first.png",
     "screenshots/compare.png": "compare-ladders.png",
     "screenshots/training.png": "terminal-training-light.png",
     "screenshots/answer.png": "terminal-answer-dark.png",
     "screenshots/figure.png": "figure-drift.png",
+    "screenshots/figure-ladder.png": "figure-ladder.png",
 }
 """What pages of the documentation show, below docs/, and which of the pictures it is."""
 
