@@ -5,7 +5,6 @@ The check itself is `attention_kernels.testing.check_attention`, for a test suit
 
 import os
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -169,9 +168,7 @@ def _print(report: "CheckReport") -> None:
     console = Console()
 
     def say(text: str, indent: int = 0) -> None:
-        # a pipe gets each sentence in one line
-        width = console.width if console.is_terminal else len(text) + indent
-        print_line(textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent="  "))
+        print_line(" " * indent + text)
 
     say(report.sentence)
     findings = _rests_on(report)[:8]

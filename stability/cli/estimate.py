@@ -66,7 +66,7 @@ def estimate(
         print_json(cost)
     else:
         for line in lines:
-            print_line(line if len(line) <= 80 else f"{line[:77]}...")
+            print_line(line)
     return HOLDS
 
 
@@ -127,7 +127,12 @@ def _lines(study: StudyConfig, cost: "StudyCost", load: float) -> list[str]:
         f"memory  {in_units(cost.memory.bytes)} of the {where}'s at least, of which",
     ]
     for part in cost.memory.parts:
-        lines.append(f"        {in_units(part.bytes):>10}  {part.name}")
+        lines += textwrap.wrap(
+            part.name,
+            80,
+            initial_indent=f"        {in_units(part.bytes):>10}  ",
+            subsequent_indent=f"{'':22}",
+        )
     return lines
 
 

@@ -28,17 +28,17 @@ EXAMPLES = {
     "figure": "stability figure runs/quickstart --what drift --format pdf",
     "workspace": "stability workspace runs/quickstart --json",
     "fork": "stability fork runs/mine/baseline/seed-0 --at 20 --set flags.lr=0.001",
-    "bisect": "stability bisect runs/quickstart/baseline/seed-0 --at 20 --set attention=flash",
-    "init": "stability init --candidate lr=0.2 --broken lr=1 -- python train.py --lr 0.1 --seed 0",
+    "bisect": "stability bisect runs/mine/baseline/seed-0 --at 9 --set attention=flash",
+    "init": "stability init --candidate lr=0.2 -- python train.py --lr 0.1 --seed 0",
     "adopt": "stability adopt baseline=checkpoints/a candidate=checkpoints/b",
-    "record": "stability record --study mine --arm baseline -- python train.py --seed {seed}",
+    "record": "stability record --study mine --arm baseline -- python train.py",
     "compare": "stability compare one.safetensors other.safetensors",
     "deviate": "stability deviate --profile fa2,all_bf16 --length 256,1024 --backward",
     "probe": "stability probe --model FOLDER --text README.md --candidate flash:fa2",
     "experiment": "stability experiment stable_fig3 --size quick",
     "doctor": "stability doctor",
 }
-"""A use of each verb, at the end of its help."""
+"""A use of each verb, at the end of its help; no longer than the rest of a line of 80 columns."""
 
 
 def end_of_help(verb: str, options: str = "") -> str:

@@ -2,12 +2,11 @@
 
 import json
 import sys
-import textwrap
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
 from stability.records.sealed_json import jsonable
-from stability.report.view.plain_text import json_escaped, readable
+from stability.report.view.plain_text import in_width, json_escaped, readable
 
 __all__ = [
     "EXIT_CODES",
@@ -64,20 +63,4 @@ def in_lines(text: str, to: TextIO) -> str:
     """
     if not to.isatty():
         return text
-    width = get_terminal_size().columns
-    return "\n".join(_in_width(line, width) for line in text.split("\n"))
-
-
-def _in_width(line: str, width: int) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    if len(line) <= width or len(indent) > width // 2:
-        return line
-    # the indent apart: before a word that has no room it would be left out
-    return textwrap.fill(
-        line[len(indent) :],
-        width,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return in_width(text, get_terminal_size().columns)

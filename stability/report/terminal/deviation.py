@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from stability.report.terminal.tables import add_row, ruled_table
+from stability.report.terminal.tables import add_row, first_that_fits, ruled_table
 from stability.report.view.plain_text import as_text
 
 __all__ = [
@@ -48,13 +49,28 @@ def print_points(
         return
     fixed = {k: v for k, v in rows[0]["point"].items() if k not in varied and v not in (None, ())}
     console.print(as_text("  ".join(f"{name}={value}" for name, value in fixed.items()), "dim"))
+    fewer = [columns[:count] for count in range(len(columns), 0, -1)]
+    place, table = first_that_fits((_points_table(rows, varied, some) for some in fewer), console)
+    console.print(table)
+    if place:
+        left_out = ", ".join(columns[len(fewer[place]) :])
+        said = f"no room in {console.width} columns for: {left_out}; --json has all"
+        console.print(as_text(said, "dim"))
+    caption = "against the FP64 golden; error_ratio is over the baseline's error"
+    console.print(as_text(caption, "dim"))
+
+
+def _points_table(
+    rows: Sequence[Mapping[str, Any]], varied: Sequence[str], columns: Sequence[str]
+) -> Table:
+    """Return the table of `columns`, in which what tells the rows apart does not fold."""
     table = ruled_table([*varied, "what"], columns)
+    for name, column in zip(varied, table.columns, strict=False):
+        column.min_width = max(len(name), *(len(str(row["point"][name])) for row in rows))
     for row in rows:
         point = [str(row["point"][name]) for name in varied]
         add_row(table, *point, row["what"], *(_cell(row, name) for name in columns))
-    console.print(table)
-    caption = "against the FP64 golden; error_ratio is over the baseline's error"
-    console.print(as_text(caption, "dim"))
+    return table
 
 
 def print_waterfall(steps: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -29,7 +29,7 @@ from stability.report.terminal.tables import (
     plain_table,
     ruled_table,
 )
-from stability.report.view.plain_text import as_text
+from stability.report.view.plain_text import as_text, in_width, readable
 
 __all__ = [
     "print_checks",
@@ -63,8 +63,10 @@ over_std: over b's spread. sign flips: share of values that change sign."""
 def print_proof(proof: PairProof, console: Console) -> None:
     """Print every comparison of two runs, and what they come to."""
     table = plain_table(["compared", _run_name(proof.first), _run_name(proof.second), ""], [])
-    for column in (table.columns[0], table.columns[-1]):
-        column.no_wrap = True
+    # where there is little room the values need it: a name or a list of packages would take it all
+    longest = max(len(line.field) for line in proof.lines)
+    table.columns[0].width = min(longest, max(NAME_WIDTH, console.width // 3))
+    table.columns[-1].width = max(map(len, " ".join(SAMENESS_STYLE).split()))
     for line in proof.lines:
         sameness = as_text(line.sameness, style=SAMENESS_STYLE[line.sameness])
         add_row(table, line.field, line.first, line.second, sameness)
@@ -282,8 +284,11 @@ def _share(drift: float, whole: float) -> float:
 
 
 def _conclude(sentence: str, console: Console) -> None:
-    """Print a sentence below a table, in one line however long it is."""
-    console.print(as_text(f"\n{sentence}"), soft_wrap=True)
+    """Print a sentence below a table; outside of a terminal in one line, however long it is."""
+    text = readable(sentence)
+    said = in_width(text, console.width) if console.is_terminal else text
+    # wrapped here, where rich would break a path that is to be copied
+    console.print(as_text(f"\n{said}"), soft_wrap=True)
 
 
 def _run_name(run: str) -> str:

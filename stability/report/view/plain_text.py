@@ -5,12 +5,13 @@ a control character, which a terminal would obey, is written out as its escape.
 """
 
 import re
+import textwrap
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["as_markup", "as_text", "json_escaped", "readable", "shortened"]
+__all__ = ["as_markup", "as_text", "in_width", "json_escaped", "readable", "shortened"]
 
 # the control characters C0 (but for the line feed), DEL and C1, and Unicode's marks that turn the
 # direction of writing round
@@ -25,6 +26,29 @@ def readable(words: str) -> str:
 def json_escaped(text: str) -> str:
     """Return JSON text that says the same, with each control character escaped as JSON does."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def in_width(text: str, width: int) -> str:
+    """Return `text` in lines of at most `width` columns; no word is broken, however long it is.
+
+    Each line goes on below its own indent.
+    """
+    return "\n".join(_line_in_width(line, width) for line in text.split("\n"))
+
+
+def _line_in_width(line: str, width: int) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    if len(line) <= width or len(indent) > width // 2:
+        return line
+    # the indent apart: before a word that has no room it would be left out
+    return textwrap.fill(
+        line[len(indent) :],
+        width,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def as_markup(words: str) -> str:

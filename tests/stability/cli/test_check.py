@@ -1,6 +1,7 @@
 """`stability check` answers in a line and an exit code, and what it looked at in JSON."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from attention_kernels.testing.cells import QUICK
 from attention_kernels.testing.check import CheckReport, Finding
 from stability.cli.check import _print
 from stability.cli.main import main
+from tests.stability.cli.test_output import Terminal
 from tests.stability.recorder.recording import Recording, words
 
 
@@ -118,6 +120,35 @@ def test_the_help_says_how_a_kernel_refuses_what_it_does_not_support(capsys):
         main(["check", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "what it does not support it may refuse by NotImplementedError" in said
+
+
+def test_in_a_terminal_it_fits_and_no_word_or_figure_is_cut(monkeypatch):
+    name = "my_own_kernels.of_the_second_kind:attend_by_tiles_with_a_name_that_is_long"
+    why = f"{name} takes{' rows-of-a-mask-mod-or-of-two-thousand-keys' * 6} and a head_dim of 64"
+    figures = {"error_ratio": [1.25], "worst_row": 9.5, "gain": [1e-3], "bias_ulp": [-2079.267]}
+    rows = [
+        {"dtype": dtype, "result": result, "law": "normal", "angle": [1.1e-2], **figures}
+        for dtype in ("bf16", "fp16", "fp32")
+        for result in ("out", "lse", "dq", "dk", "dv")
+    ]
+    report = CheckReport(
+        name=name,
+        dtypes=("bf16", "fp16", "fp32"),
+        cells=25,
+        findings=(Finding(what="gain", noun="out", sentence=why, dtypes=("bf16", "fp16")),),
+        unsupported={why: ["one"]},
+        statistics=rows,
+    )
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", terminal)
+    _print(report)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) > 20
+    assert not any(line.endswith("-") for line in lines), "a name is broken at its hyphen"
+    shown = ["1.25", "9.5", "+1.0e-03", "-2079.267", "1.1e-02"]
+    assert [line.split()[-5:] for line in lines if line.startswith("fp16 ")] == [shown] * 5
 
 
 @pytest.mark.slow

@@ -48,6 +48,25 @@ def test_the_tables_fit_the_terminal(capsys, monkeypatch, width):
         assert "\u2026" not in text
 
 
+def test_what_tells_the_rows_apart_stays_whole_and_columns_leave(capsys, monkeypatch):
+    asked = "rmse,max_abs,bias_ulp,error_ratio,baseline/rmse,pair/rmse"
+    lists = ["--profile", "fa2,all_bf16", "--distribution", "normal,large", "--block_k", "16,32"]
+    for width, left_out in (("80", "error_ratio, baseline/rmse, pair/rmse"), ("160", "")):
+        monkeypatch.setenv("COLUMNS", width)
+        text = shown(capsys, *SMALL, *lists, "--columns", asked)
+        rows = [line.split()[:4] for line in text.splitlines() if " out " in line]
+        assert sorted(rows) == [
+            [profile, block, law, "out"]
+            for profile in ("all_bf16", "fa2")
+            for block in ("16", "32")
+            for law in ("large", "normal")
+        ]
+        assert max(map(len, text.splitlines())) <= int(width)
+        said = f"no room in {width} columns for: {left_out}; --json has all\n"
+        assert (said in text) == (width == "80")
+        assert ("no room" in text) == (width == "80")
+
+
 def test_set_and_masks_reach_the_numerics(capsys):
     words = ["--set", "accumulator=bf16,splits=2", "--window", "8,none", "--causal", "--json"]
     (row,) = json.loads(shown(capsys, *SMALL, *words))["rows"]

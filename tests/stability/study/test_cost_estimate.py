@@ -125,6 +125,19 @@ def test_of_a_study_that_takes_long_it_says_what_shortens_it_and_what_that_costs
         assert lever in said
 
 
+def test_a_long_name_of_what_takes_memory_goes_on_in_the_next_line(
+    write_study, capsys, monkeypatch
+):
+    name = "attention scores of 2 heads x 16 x 16 in FP32, 2 sequences, 2 layers, and its words"
+    memory = Estimate((Part(name, 16 * 2**10),))
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0, memory=memory))
+    monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    assert main(["estimate", str(write_study(lambda _: None))]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert f" 16.0 KiB {name}" in " ".join(text.split())
+
+
 def test_of_a_short_study_it_says_nothing_of_what_shortens_it(write_study, capsys, monkeypatch):
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
     monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
