@@ -53,11 +53,30 @@ def version_trouble(root: Path) -> str:
     return ""
 
 
+def last_slow_run(root: Path) -> tuple[date, str]:
+    """Return date and result of the newest row of tests/slow.md that is of all slow tests.
+
+    ValueError if there is none.
+    """
+    runs = []
+    for line in (root / "tests" / "slow.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        is_whole = re.search(r"make test-slow|\.ci/run", cells[0]) and "stopped" not in cells[0]
+        if line.startswith("|") and len(cells) == 4 and is_whole:
+            runs.append((date.fromisoformat(cells[1]), cells[3]))
+    if not runs:
+        raise ValueError("tests/slow.md must have a row of `make test-slow` or `.ci/run`, has none")
+    newest = max(day for day, _ in runs)
+    return [run for run in runs if run[0] == newest][-1]
+
+
 def slow_trouble(root: Path, today: date) -> str:
-    """Say how old the newest result in tests/slow.md is, if it is too old."""
-    found = re.findall(r"\b(\d{4})-(\d\d)-(\d\d)\b", (root / "tests" / "slow.md").read_text())
-    newest = max(date(int(y), int(m), int(d)) for y, m, d in found)
-    return f"the newest is of {newest}" if today - newest > RECENT else ""
+    """Say how old the newest run of all slow tests is, if it is too old, or what failed in it."""
+    day, result = last_slow_run(root)
+    if today - day > RECENT:
+        return f"the newest is of {day}"
+    failed = re.search(r"\b[1-9][\d,]* (?:failed|errors?)\b", result)
+    return f"that of {day} has {failed.group()}" if failed else ""
 
 
 def picture_trouble(root: Path) -> str:
@@ -73,23 +92,61 @@ def tree_trouble(root: Path) -> str:
     return ", ".join(line[3:] for line in said.splitlines()[:5])
 
 
+def said(*words: str | Path, cwd: Path) -> str:
+    """Run a command and return what it prints; CalledProcessError where it fails."""
+    asked = [str(word) for word in words]
+    return subprocess.run(asked, cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def built(root: Path, place: Path) -> tuple[Path, Path]:
+    """Build the wheel and the source distribution in the folder `place`, and return their files."""
+    said(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", place, root, cwd=place)
+    hook = f"from setuptools import build_meta; build_meta.build_sdist({str(place)!r})"
+    said(sys.executable, "-c", hook, cwd=root)
+    (wheel,), (source,) = place.glob("*.whl"), place.glob("*.tar.gz")
+    return wheel, source
+
+
 def build_trouble(root: Path) -> str:
-    """Build the wheel, install it where nothing else of this project is, and ask its version."""
-    with tempfile.TemporaryDirectory() as place:
-        commands = (
-            [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", place, str(root)],
-            [sys.executable, "-m", "venv", f"{place}/env"],
-        )
-        for command in commands:
-            subprocess.run(command, check=True, capture_output=True)
-        (wheel,) = Path(place).glob("*.whl")
-        python = f"{place}/env/bin/python"
-        install = [python, "-m", "pip", "install", "-q", "-c", str(root / "constraints.txt")]
-        subprocess.run([*install, str(wheel)], check=True, capture_output=True)
-        asked = [f"{place}/env/bin/stability", "--version"]
-        said = subprocess.run(asked, cwd=place, capture_output=True, text=True, check=True).stdout
+    """Install wheel and source distribution where nothing else of this project is, and use each.
+
+    They share an environment, for what they require is large: the second takes the first's place.
+    """
     expected = f"stability {versions(root)['pyproject.toml']}\n"
-    return "" if said == expected else f"the wheel says {said.strip()!r}"
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        said(sys.executable, "-m", "venv", place / "env", cwd=place)
+        bin_folder = place / "env" / "bin"
+        install = [bin_folder / "python", "-m", "pip", "install", "-q", "-c"]
+        install.append(root / "constraints.txt")
+        for distribution in built(root, place):
+            said(*install, distribution, cwd=place)
+            again = ["--force-reinstall", "--no-deps", distribution]
+            said(*install, *again, cwd=place)
+            found = said(bin_folder / "stability", "--version", cwd=place)
+            if found != expected:
+                return f"{distribution.name} says {found.strip()!r}"
+            use(bin_folder / "stability", place / distribution.name.replace(".", "_"))
+    return ""
+
+
+def use(stability: Path, folder: Path) -> None:
+    """Do in a new folder what a reader does first, with a kernel that is right."""
+    folder.mkdir()
+    said(stability, "doctor", cwd=folder)
+    said(stability, "init", "--template", "kernel", cwd=folder)
+    said(stability, "check", "my_kernel:attend", "--quick", "--dtype", "bf16", cwd=folder)
+
+
+def wheel_trouble(root: Path) -> str:
+    """Run the slow and long tests of the wheel: the demo, and a study beside the oldest versions.
+
+    One that is skipped, for the lack of Python 3.11, of disk or of an index, is a trouble too.
+    """
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "slow or long", "tests/test_wheel.py"]
+    ended = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    last = (ended.stdout.strip().splitlines() or [ended.stderr.strip() or "no output"])[-1]
+    return last if ended.returncode or re.search(r"\bskipped\b", last) else ""
 
 
 def make_trouble(*targets: str) -> str:
@@ -116,11 +173,12 @@ def main() -> int:
     checks = {
         "one version, and its date in the changelog": lambda: version_trouble(ROOT),
         "nothing is left to commit": lambda: tree_trouble(ROOT),
-        "tests/slow.md is recent": lambda: slow_trouble(ROOT, date.today()),
+        "tests/slow.md is recent, and nothing failed": lambda: slow_trouble(ROOT, date.today()),
         "pictures of the program are recent": lambda: picture_trouble(ROOT),
         "lint and tests": lambda: make_trouble("lint", "test"),
         "pictures and site": lambda: make_trouble("docs") or tree_trouble(ROOT),
-        "the wheel installs and starts": lambda: build_trouble(ROOT),
+        "wheel and source distribution install and run": lambda: build_trouble(ROOT),
+        "the demo from the wheel, and the oldest versions": lambda: wheel_trouble(ROOT),
     }
     failed = 0
     for name, trouble in walk(checks):
