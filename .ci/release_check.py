@@ -4,6 +4,7 @@ Each line is a check and what was found; exit code 1 if any does not hold. What 
 listed at the end, for a person.
 """
 
+import os
 import re
 import runpy
 import subprocess
@@ -93,9 +94,13 @@ def tree_trouble(root: Path) -> str:
 
 
 def said(*words: str | Path, cwd: Path) -> str:
-    """Run a command and return what it prints; CalledProcessError where it fails."""
+    """Run a command as a reader does, and return what it prints; CalledProcessError if it fails."""
     asked = [str(word) for word in words]
-    return subprocess.run(asked, cwd=cwd, capture_output=True, text=True, check=True).stdout
+    # where the clone is stands in PYTHONPATH, if anywhere
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    return subprocess.run(
+        asked, cwd=cwd, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def built(root: Path, place: Path) -> tuple[Path, Path]:

@@ -186,8 +186,10 @@ def test_each_step_of_a_build_that_fails_is_a_trouble(commands, step):
         SCRIPT["build_trouble"](ROOT)
 
 
-def test_the_command_behind_a_step_is_run_and_its_failure_told(tmp_path):
-    assert SCRIPT["said"](sys.executable, "-c", "print(1)", cwd=tmp_path) == "1\n"
+def test_a_command_of_a_step_sees_no_clone_and_its_failure_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    asked = "import os; print(os.getcwd(), os.environ.get('PYTHONPATH'))"
+    assert SCRIPT["said"](sys.executable, "-c", asked, cwd=tmp_path) == f"{tmp_path} None\n"
     with pytest.raises(subprocess.CalledProcessError):
         SCRIPT["said"](sys.executable, "-c", "raise SystemExit(3)", cwd=tmp_path)
 
