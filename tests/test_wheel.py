@@ -16,12 +16,14 @@ import tomllib
 import venv
 import zipfile
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from stability.cli.templates import Template
 from tests.pages import in_short
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +35,9 @@ PACKAGES = {
     "experiments": "stability_experiments/experiments",
 }
 """The folders of the clone, and what the wheel calls them."""
+
+CHEAPEST = "fa3_table3"
+"""The experiment that takes least at the size quick."""
 
 TRAINS = """
 import torch
@@ -168,6 +173,82 @@ def test_the_wheel_alone_records_a_script_and_shows_its_ladder_and_report(place:
     run(stability, "report", "runs/mine", cwd=place)
     page = (place / "runs" / "mine" / "report.html").read_text(encoding="utf-8")
     assert "</html>" in page
+
+
+LOADS = """
+import sys
+from pathlib import Path
+from stability.config.arms import expand
+from stability.config.command_study import expand_commands, is_command_study, load_command_study
+from stability.config.load import load_study
+
+for name in sys.argv[1:]:
+    path = Path(name, "study.yaml")
+    if is_command_study(path):
+        study = load_command_study(path, {})
+        arms = expand_commands(study)
+    else:
+        study = load_study(path)
+        arms = expand(study)
+    print(study.name, *sorted(arm.role for arm in arms if arm.role))
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_writes_every_template_and_each_study_of_them_loads(place: Path) -> None:
+    python, stability = place / "env" / "bin" / "python", place / "env" / "bin" / "stability"
+    with_study = []
+    for template in get_args(Template):
+        asked = ["--template", template, "--to", f"{template}/study.yaml"]
+        said = run(stability, "init", *asked, cwd=place)
+        written = said.splitlines()[0].removeprefix("written: ").split(", ")
+        assert all((place / name).stat().st_size > 200 for name in written), written
+        if f"{template}/study.yaml" in written:
+            with_study.append(template)
+    assert len(with_study) == 4, "checkpoints, which are there already, have no study"
+    (place / "loads.py").write_text(LOADS, encoding="utf-8")
+    loaded = run(python, "loads.py", *with_study, cwd=place).splitlines()
+    for template, line in zip(with_study, loaded, strict=True):
+        name, *roles = line.split()
+        assert name == f"my_{template}"
+        assert {"broken", "reference", "nudge"} <= {*roles}
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_lists_the_experiments_and_runs_one(place: Path) -> None:
+    stability = place / "env" / "bin" / "stability"
+    held = (place / "env").glob("lib/python*/site-packages/stability_experiments/experiments/*.py")
+    names = [path.stem for path in held if "\nSIZES" in path.read_text(encoding="utf-8")]
+    assert len(names) > 10
+    listed = run(stability, "experiment", cwd=place)
+    assert [name for name in names if name not in listed.split()] == []
+    refused = done(stability, "experiment", "fa3_tabel3", cwd=place)
+    assert refused.returncode == 2
+    assert "nearest: fa3_table3" in " ".join(refused.stderr.split())
+    assert not (place / "experiments").exists(), "of what is not run nothing is kept"
+    # a folder of the user's with the name of ours is not taken for it
+    (place / "experiments").mkdir()
+    (place / "experiments" / "__init__.py").write_text("raise SystemExit(9)\n", encoding="utf-8")
+    before = {path: path.stat().st_mtime_ns for path in (place / "env").rglob("results/*")}
+    said = run(stability, "experiment", CHEAPEST, "--size", "quick", cwd=place)
+    assert "FlashAttention-3's table of errors" in said
+    assert "holds       control: " in said
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "the package's own"
+
+
+@pytest.mark.long
+def test_the_demo_of_the_wheel_alone_ends_in_its_answer(place: Path, tmp_path: Path) -> None:
+    stability = place / "env" / "bin" / "stability"
+    said = run(stability, "demo", "--out", tmp_path / "runs", "--wandb", "disabled", cwd=place)
+    for arm in ("flash_fa2", "flash_all_bf16", "broken"):
+        assert re.search(rf"^{arm} (PASS|FAIL|INCONCLUSIVE|NO ASSAY)", said, re.MULTILINE), arm
+    # the harm of these two is far beyond every limit, on any CPU
+    assert "flash_all_bf16 FAIL" in said
+    assert "broken FAIL, as it must" in said
+    assert "planted faults were found" in " ".join(said.split())
+    study = tmp_path / "runs" / "quickstart"
+    assert "</html>" in (study / "report.html").read_text(encoding="utf-8")
+    assert "24 of 24 planned pairs keep the contract" in run(stability, "verify", study, cwd=place)
 
 
 def lower_bounds() -> dict[str, str]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.kit.runner import KEPT, SIZES, run_experiments
+from experiments.kit.runner import KEPT, SIZES, names, run_experiments
 from stability.cli.output import INTERRUPTED, WRONG
 
 
@@ -17,7 +17,7 @@ def main(words: Sequence[str]) -> int:
     folder, kept, name, size, redraw = words
     (chosen,) = (each for each in SIZES if each == size)
     try:
-        if name and size in KEPT:
+        if name in (*names(Path(folder)), "all") and size in KEPT:
             # before anything is measured, which takes minutes
             (Path(kept) / "results").mkdir(parents=True, exist_ok=True)
         return run_experiments(Path(folder), name or None, chosen, bool(redraw), Path(kept))
