@@ -55,12 +55,15 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
 
 def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:
     """Return what is missing at the `levels` that are not measured, a clause; empty if none is."""
-    lacking = {name: each for name, each in levels.items() if each.state == "not measured"}
+    lacking: list[Level] = [name for name in levels if levels[name].state == "not measured"]
     if not lacking:
         return ""
-    named = list(lacking)
-    todo = "; ".join(dict.fromkeys(each.decides for each in lacking.values() if each.decides))
-    said = f"more seeds decide nothing while {listed(named)} {agreeing(named, 'is')} not measured"
+    todo = "; ".join(
+        dict.fromkeys(levels[name].decides for name in lacking if levels[name].decides)
+    )
+    said = (
+        f"more seeds decide nothing while {listed(lacking)} {agreeing(lacking, 'is')} not measured"
+    )
     return f"{said}: {todo}" if todo else said
 
 
