@@ -4,7 +4,6 @@
 """
 
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -285,40 +284,27 @@ LADDERS = {
 }
 
 
-def _comparable(text, *, here):
-    """Return the words of an answer, with its figures on a machine like README's alone.
+def _words(text):
+    """Return the words of an answer, without its figures.
 
-    Elsewhere a cell near its limit may turn, as one of flash_all_bf16 has, by docs/quickstart.md:
-    what is said of that arm below the first line is left out.
+    These are of one machine and number of threads. Elsewhere a cell near its limit may turn, as one
+    of flash_all_bf16 has, by docs/quickstart.md: what is said of that arm below the first line is
+    left out.
     """
-    if not here:
-        text = re.sub(r"^flash_all_bf16.*?(?=^broken)", "", text, flags=re.DOTALL | re.MULTILINE)
-        text = re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "0", text)
+    text = re.sub(r"^flash_all_bf16.*?(?=^broken)", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "0", text)
     # how wide the terminal is says where lines are broken
     return " ".join(re.sub("─+", "─", text).split())
 
 
-def test_an_answer_is_compared_in_its_figures_or_in_its_words():
+def test_an_answer_is_compared_in_its_words():
     shown = ANSWERS[0]
     other = shown.replace("E 1.01", "E 1.02").replace("   E 1.13", "  E 1.134")
-    turned = other.replace("HARMED         HARMED  undecided", "undecided      HARMED  undecided")
+    turned = other.replace("undecided         HARMED  undecided", "HARMED  HARMED  undecided")
     wrong = other.replace("all 11\nplanted faults were found", "all 11\nplanted faults were seen")
     assert len({shown, other, turned, wrong}) == 4
-    assert _comparable(shown, here=True) in _comparable(f"question\n{shown}ladder", here=True)
-    assert _comparable(shown, here=True) not in _comparable(other, here=True)
-    assert _comparable(shown, here=False) in _comparable(f"{turned} ladder", here=False)
-    assert _comparable(shown, here=False) not in _comparable(wrong, here=False)
-
-
-def _is_machine_of_readme():
-    """Whether the figures of README are of such a machine: its CPU and its Python."""
-    (cpu, python) = re.findall(
-        r"figures are of an Intel Xeon with (AMX) and Python (\S+);", README
-    )[0]
-    known = Path("/proc/cpuinfo")
-    flags = known.read_text() if known.exists() else ""
-    is_cpu = "Intel" in flags and f"{cpu.lower()}_bf16" in flags
-    return is_cpu and platform.python_version() == python
+    assert _words(shown) in _words(f"question\n{turned} ladder")
+    assert _words(shown) not in _words(wrong)
 
 
 @pytest.mark.long
@@ -333,8 +319,7 @@ def test_a_ladder_is_what_its_study_prints(study, tmp_path, monkeypatch, capsys,
     said = capsys.readouterr().out
     (tmp_path / "said.txt").write_text(said)
     if study == "configs/quickstart.yaml":  # the demo's, whose answer is README's
-        here = _is_machine_of_readme()
-        assert _comparable(ANSWERS[0], here=here) in _comparable(said, here=here)
+        assert _words(ANSWERS[0]) in _words(said)
     found, shown = _ladder(said), _ladder(block)
     assert list(found) == list(shown)
     for name, cells in shown.items():
