@@ -88,8 +88,9 @@ def left_out_note(study: RecordedStudy, step: int) -> str:
     Such values, as a key's bias, may be nearly all of a drift, so that arms look alike in it whose
     E differs. A damaged record says nothing here; the verdict names it.
     """
+    seeds = [seed for seed in study.seeds if all(seed in arm.runs for arm in study.arms)]
     try:
-        by_seed = study_distances(study, study.seeds)
+        by_seed = study_distances(study, seeds)
     except ValueError:
         return ""
     matrices = [found.weights[step] for found in by_seed.values() if step in found.weights]
