@@ -61,9 +61,7 @@ def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:
     todo = "; ".join(
         dict.fromkeys(levels[name].decides for name in lacking if levels[name].decides)
     )
-    said = (
-        f"more seeds decide nothing while {listed(lacking)} {agreeing(lacking, 'is')} not measured"
-    )
+    said = f"no PASS while {listed(lacking)} {agreeing(lacking, 'is')} not measured"
     return f"{said}: {todo}" if todo else said
 
 

@@ -188,7 +188,8 @@ def judge_operator(
         sentence = _harm_sentence(families, looks, alpha) + _by_design(families, alpha)
     else:
         sentence = _wild_sentence(wild) + _worst_sentence(deciding, worst, looks, alpha)
-        sentence += _not_together(deciding, harmed, alpha)
+        if state == "undecided":
+            sentence += _not_together(deciding, harmed, alpha)
     return LevelEvidence(
         level="operator",
         state=state,
@@ -282,19 +283,19 @@ def _by_design(families: Sequence[Sequence[_Place]], alpha: float) -> str:
     sure = [one for family in families for one in family if 3 * len(family) * one.p_harmed <= alpha]
     if any(x.kind != "error" or x.what not in ("dq", "dk") or x.mean > 4 for x in sure):
         return ""
-    if any(one.limit >= 4 for one in sure):
+    if all(one.what != "dq" for one in sure) or any(one.limit >= 4 for one in sure):
         return ""
     return (
         " A kernel that takes delta from the rounded output, as FlashAttention-2 does, errs some 3 "
         "times as far in dq by design: `policy: {max_error_ratio: 4.0}`, in a study of another "
-        "name, allows it."
+        "name, may allow it."
     )
 
 
 def _not_together(deciding: Sequence[_Place], harmed: float, alpha: float) -> str:
     """Return why a figure whose interval is beyond its limit is no harm yet; empty if none is."""
-    beyond = [one for one in deciding if one.is_beyond(alpha)]
-    if not beyond:
+    # an interval alone says nothing where the baseline errs the same
+    if not any(one.is_beyond(alpha) and one.p_harmed <= alpha for one in deciding):
         return ""
     return (
         f" An interval beyond its limit is no FAIL yet: each is of one figure, and of all figures "

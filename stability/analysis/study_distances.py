@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from stability.analysis.left_out import judges_all
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window, pick_window, window_changes, window_of
@@ -93,9 +94,9 @@ def left_out_note(study: RecordedStudy, step: int) -> str:
         by_seed = study_distances(study, seeds)
     except ValueError:
         return ""
-    matrices = [found.weights[step] for found in by_seed.values() if step in found.weights]
-    count = max((x.left_out.count for x in matrices if x.left_out), default=0)
-    if not count:
+    weights = {s: found.weights[step] for s, found in by_seed.items() if step in found.weights}
+    count = max((x.left_out.count for x in weights.values() if x.left_out), default=0)
+    if not count or reference_of(study) is None or judges_all(study.folder, weights, seeds):
         return ""
     return (
         f"Drift is over all weights. E leaves out values that noise alone moves, {count:,} at step "

@@ -146,7 +146,10 @@ class StudyVerdict:
             return "decided, which ends the plan: no more seeds are needed"
         missing = [unmeasured(arm.levels) for arm in self.candidates if arm.outcome not in _DECIDED]
         if self.look and missing and all(missing):
-            return missing[0]
+            # a FAIL may come of more seeds all the same
+            gains = self.next_look and any(arm.gains for arm in self.candidates)
+            next_look = [f"the next look is at {self.next_look} seeds"] if gains else []
+            return "; ".join(dict.fromkeys([*missing, *next_look]))
         states = {one.state for arm in self.candidates for one in arm.levels.values()}
         if self.look and "undecided" in states and not any(arm.gains for arm in self.candidates):
             return "more seeds add nothing to what is undecided"

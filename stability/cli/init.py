@@ -237,7 +237,11 @@ class _Trials:
         except ValueError as error:
             return str(error)
         same = found.hashes["init_weights"] == start
-        return "" if same else f"`{shlex.join(words)}` starts from other weights, or another dtype"
+        return (
+            ""
+            if same
+            else f"`{shlex.join(masked_words(words))}` starts from other weights, or another dtype"
+        )
 
     def of_arms(self, text: str, arms: Iterable[str]) -> None:
         """Record an update of each of `arms` that `text` has; RunFailedError, naming the arm."""
@@ -249,7 +253,9 @@ class _Trials:
                 self.record(study=arm, words=words, steps=1)
             except RunFailedError as error:
                 why = str(error).partition(": ")[2]  # which begins with the run
-                raise RunFailedError(f"--{arm}: `{shlex.join(words)}`: {why}") from error
+                raise RunFailedError(
+                    f"--{arm}: `{shlex.join(masked_words(words))}`: {why}"
+                ) from error
 
     def _words_of_arms(self, text: str) -> dict[str, list[str]]:
         """Return the command of each arm of the study `text`."""

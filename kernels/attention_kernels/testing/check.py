@@ -362,11 +362,13 @@ def _measured(where: Reference, results: dict[str, Tensor]) -> list[Measured]:
 def _worst_breaches(
     breaches: list[tuple[Breach, Reference]],
 ) -> list[tuple[Breach, list[Reference]]]:
-    """Return one breach of each kind and result, the gravest first, and where it occurred."""
+    """Return a breach of each kind and result, the gravest first, and where it occurred."""
     order = ("raises", "form", "shape", "dtype", "missing", "NaN", "infinity", "not repeatable")
-    kinds: dict[tuple[str, str], list[tuple[Breach, Reference]]] = {}
+    kinds: dict[tuple[str, str, bool], list[tuple[Breach, Reference]]] = {}
     for breach, where in breaches:
-        kinds.setdefault((breach.kind, breach.result), []).append((breach, where))
+        # what may be refused stands apart, or a bug would be advised away
+        key = (breach.kind, breach.result, breach.may_refuse)
+        kinds.setdefault(key, []).append((breach, where))
 
     def gravity(cases: list[tuple[Breach, Reference]]) -> tuple[int, int]:
         breach = cases[0][0]

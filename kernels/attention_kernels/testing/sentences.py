@@ -48,6 +48,11 @@ def heads_in_words(heads: Collection[int], of_heads: int) -> str:
     return f"in {plural} {numbers_in_words(sorted(heads))} alone"
 
 
+def inputs_in_words(law: str) -> str:
+    """Return which inputs those of a law are; those of a recorded run are the "given inputs"."""
+    return f"the {law}" if law == "given inputs" else f"{law!r} inputs"
+
+
 def rows_in_words(rows: Sequence[int], length: int, what: str = "row") -> str:
     """Return which rows of so many are meant, by their pattern if they have one."""
     if not rows or len(rows) >= 0.9 * length:
@@ -82,7 +87,7 @@ def where_in_words(failing: Iterable[Cell], healthy: Iterable[Cell], traits: int
                 return ", or ".join([first, *(trait.removeprefix("only ") for trait in others)])
     laws = {cell.law for cell in failing}
     if len(laws) == 1 and laws != {"normal"}:
-        return f"only on {laws.pop()!r} inputs"
+        return f"only on {inputs_in_words(laws.pop())}"
     shared = [
         trait
         for trait, has in _TRAITS.items()
@@ -149,7 +154,7 @@ def refusals_in_words(unsupported: Mapping[str, Sequence[str]], plain: Sequence[
 
 def excess_sentence(excess: Excess) -> str:
     """Return one excess with its number, standard error and limit."""
-    heads, law = heads_in_words(excess.heads, excess.of_heads), f"on {excess.law!r} inputs"
+    heads, law = heads_in_words(excess.heads, excess.of_heads), f"on {inputs_in_words(excess.law)}"
     if excess.statistic == "gain":
         return (
             f"{excess.result} is {factor_in_words(excess.value, excess.error)} times what it "

@@ -8,7 +8,12 @@ import torch
 from attention_kernels.testing.calls import Breach
 from attention_kernels.testing.cells import FULL, QUICK
 from attention_kernels.testing.limits import Excess
-from attention_kernels.testing.sentences import breach_sentence, excess_sentence, rows_in_words
+from attention_kernels.testing.sentences import (
+    breach_sentence,
+    excess_sentence,
+    inputs_in_words,
+    rows_in_words,
+)
 from tests.kernels.testing.checked import EMPTY_ROWS, FEW, UNEQUAL, plain, quick
 
 MAY_REFUSE = "; what it does not support it may refuse by NotImplementedError"
@@ -122,3 +127,8 @@ def test_a_diagnosed_bias_toward_zero_is_said_to_be_one():
 
     report = quick(truncated, cells=FEW)
     assert re.search(r"out has a bias of 0\.[45]\d+ \+- 0\.\d+ ULP toward zero", report.sentence)
+
+
+def test_inputs_of_a_run_are_the_given_ones():
+    assert inputs_in_words("rare rows") == "'rare rows' inputs"
+    assert inputs_in_words("given inputs") == "the given inputs"

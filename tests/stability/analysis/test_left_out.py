@@ -202,6 +202,7 @@ def test_the_ladder_says_that_its_drifts_hold_what_e_leaves_out(tmp_path):
 
     study = write_study(tmp_path, parts(candidate=candidate()))
     assert told(study) == []
+    assert told(left_out(study, seeds=(0,))) == [], "E is of all weights where one seed has any"
     (said,) = told(left_out(study))
     assert said.startswith("Drift is over all weights. E leaves out values that noise alone moves")
     assert ", 3 at step " in said

@@ -187,14 +187,16 @@ def test_what_is_not_measured_is_said_and_no_look_that_would_not_measure_it(stud
         decides=name_it,
     )
     judged = _judge(study, {**HOLDS, "outcome": lacking})
-    said = f"more seeds decide nothing while the outcome level is not measured: {name_it}"
+    said = f"no PASS while the outcome level is not measured: {name_it}"
     assert judged.outlook == said
     shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
     assert shown.endswith(f"{said}.")
     assert "outcome not measured: no run has a held-out loss. To decide it: name a" in shown
     assert _judge(study, {**HOLDS, "outcome": replace(lacking, decides="")}).outlook == (
-        "more seeds decide nothing while the outcome level is not measured"
+        "no PASS while the outcome level is not measured"
     )
+    half_open = replace(judged.arms[0], gains=("training",))
+    assert replace(judged, arms=(half_open,)).outlook == f"{said}; the next look is at 5 seeds"
     open_arm = replace(judged.arms[0], levels=OPEN, arm="other")
     both = replace(judged, arms=(*judged.arms, open_arm))
     assert "not measured" not in both.outlook, "more seeds may decide the other"

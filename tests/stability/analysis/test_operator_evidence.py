@@ -442,6 +442,7 @@ def _errs(results, *, ratio, looks=12, spread=1.02):
         (("dq",), 3.0, True),
         (("dq", "dk"), 3.0, True),
         (("dq",), 5.0, False),
+        (("dk",), 3.0, False),
         (("dv",), 3.0, False),
         (("dq", "out"), 3.0, False),
     ],
@@ -460,6 +461,16 @@ def test_a_gain_beside_it_is_no_design():
         if name.endswith("dq/error_ratio"):
             series.values = [3.0] * len(series.values)
     assert "by design" not in judge_operator(place_tables(metrics), POLICY).sentence
+
+
+def test_a_gain_that_the_baseline_has_too_is_no_chance():
+    metrics = _log(np.random.default_rng(7))
+    for name, series in metrics.items():
+        if name.endswith(("/gain", "/gain_baseline")):
+            series.values = [2e-3 + 1e-5 * (-1) ** look for look in range(len(series.values))]
+    found = judge_operator(place_tables(metrics), POLICY)
+    assert found.state == "holds"
+    assert "no FAIL yet" not in found.sentence
 
 
 def test_an_interval_beyond_its_limit_that_is_no_harm_says_why():

@@ -71,7 +71,7 @@ def test_what_the_inputs_are_that_a_finding_names_is_told_once(capsys):
             for noun, on in (
                 ("out", "on 'rare rows' inputs"),
                 ("dq", "only on 'rare rows' inputs"),
-                ("dk", "on 'given' inputs"),
+                ("dk", "on the given inputs"),
             )
         ),
     )
