@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from stability.analysis.plan_gaps import NO_QUESTION
 from stability.analysis.sequential import LOOKS
 from stability.cli.output import HOLDS, in_lines, print_json, print_line
 from stability.cli.run import check_keep, option_help, split_options, with_seeds
@@ -87,6 +86,7 @@ def _of_configs(
 def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list[str]]:
     """Return what a study of commands takes, in JSON values and in lines."""
     _tell(f"{study.name}: a few updates of each arm's command are timed in a temporary folder")
+    from stability.analysis.plan_gaps import NO_QUESTION  # heavy: NumPy
     from stability.study.command_cost import cost_of_commands  # heavy: torch
     from stability.study.run_commands import plan_commands, planned_gaps
 
