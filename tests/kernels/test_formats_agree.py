@@ -12,6 +12,7 @@ import torch
 
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import round_to
+from tests.kernels.drawn_values import drawn
 
 ML_DTYPES = {
     "e2m1": ml_dtypes.float4_e2m1fn,
@@ -81,16 +82,6 @@ def around(name, carrier):
     points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, past, tiny]).astype(carrier)
     points = np.concatenate([points, np.nextafter(points, 0), np.nextafter(points, carrier(2e30))])
     return np.concatenate([points, -points, np.array([np.inf, -np.inf, np.nan], carrier)])
-
-
-def drawn(count, carrier):
-    """Random bit patterns of the carrier, and values whose exponents are those of the formats."""
-    generator = np.random.default_rng(0)
-    integer = {np.float32: np.uint32, np.float64: np.uint64}[carrier]
-    patterns = generator.integers(0, np.iinfo(integer).max, count, dtype=integer, endpoint=True)
-    exponent = generator.integers(-20, 20, count)
-    spread = np.ldexp(generator.standard_normal(count), exponent).astype(carrier)
-    return np.concatenate([patterns.view(carrier), spread])
 
 
 def test_every_8_bit_or_shorter_format_of_the_table_is_held_against_ml_dtypes():

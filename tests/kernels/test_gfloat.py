@@ -14,6 +14,7 @@ from gfloat import formats as gfloat_formats
 
 from attention_kernels.formats import FORMATS, format_named
 from attention_kernels.rounding import round_to
+from tests.kernels.drawn_values import drawn
 
 THEIRS = {
     "fp64": gfloat_formats.format_info_binary64,
@@ -124,16 +125,6 @@ def around(name, carrier):
         beside = [np.nextafter(points, carrier(end)) for end in (-np.inf, np.inf)]
     points = np.concatenate([points, *beside])
     return np.concatenate([points, -points])
-
-
-def drawn(count, carrier, seed=0):
-    """As many random bit patterns of the carrier, and values with exponents of narrow formats."""
-    generator = np.random.default_rng(seed)
-    integer = {np.float32: np.uint32, np.float64: np.uint64}[carrier]
-    patterns = generator.integers(0, np.iinfo(integer).max, count, dtype=integer, endpoint=True)
-    exponent = generator.integers(-30, 20, count)
-    spread = np.ldexp(generator.standard_normal(count), exponent).astype(carrier)
-    return np.concatenate([patterns.view(carrier), spread])
 
 
 def test_a_format_described_to_gfloat_is_the_one_that_it_names():
