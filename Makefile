@@ -84,6 +84,9 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 	$(GPU_PYTEST) --confcutdir=tests/kernels $(call GPU_TESTS,tests/kernels) || failed=1; \
 	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/run.py --device cuda \
 		--json kernels/benchmarks/results/cuda.json || failed=1; \
+	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/static.py \
+		--json kernels/benchmarks/results/static.json || failed=1; \
+	PYTHONPATH=kernels $(GPU_PYTHON) kernels/benchmarks/fill_readme.py || failed=1; \
 	if $(GPU_PYTHON) -c 'import lightning, wandb, datasets, jsonargparse' 2>/dev/null; then \
 		$(GPU_PYTEST) $(call GPU_TESTS,tests/stability) || failed=1; \
 		PYTHONPATH=kernels:. $(GPU_PYTHON) -m stability.cli.main run configs/quickstart.yaml \
