@@ -42,6 +42,8 @@ ARM_WIDTH = 24
 NARROW_CHANGE_WIDTH, NARROW_ARM_WIDTH = 12, 16
 """The same where every column that can be left out has been: a name of an arm is not broken for a
 sentence that can wrap."""
+YARDSTICK_WIDTH, NARROW_YARDSTICK_WIDTH = 24, 12
+"""The most characters of the yardstick's name in a heading; the caption has the whole name."""
 STEPS = 12
 """A sparkline of more steps than this is thinned."""
 STATE_STYLE = {"finished": "", "failed": BAD, "running": ""}
@@ -168,8 +170,8 @@ def _heads(ladder: Ladder, layout: _Layout) -> Mapping[str, str]:
         heads["w1_last"] = f"W1\n{last}"
     if ladder.yardstick:
         # a long name of the yardstick would take the room of the arms' own
-        times = "x\n" if layout in NARROW else "x "
-        name = f"{times}{shortened(ladder.yardstick, ARM_WIDTH)}"
+        most = NARROW_YARDSTICK_WIDTH if layout in NARROW else YARDSTICK_WIDTH
+        name = f"x {shortened(ladder.yardstick, most)}"
         heads["ratio_early"] = f"{name}\n{early}"
         if layout.late_ratio:
             heads["ratio_last"] = f"{name}\n{last}"

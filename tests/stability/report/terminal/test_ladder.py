@@ -63,6 +63,21 @@ def test_a_name_is_whole_at_80_columns_beside_a_yardstick_with_a_long_one(finish
         assert line_of(table, arm.name)
 
 
+@pytest.mark.parametrize("yardstick", ["fp32", "reference", "fp32_with_a_name_longer_than_most"])
+@pytest.mark.parametrize("width", [80, 100, 130])
+def test_no_heading_has_more_than_two_lines(finished, width, yardstick):
+    study = read_study(finished)
+    arms = tuple(replace(arm, name=yardstick) if arm.name == "fp32" else arm for arm in study.arms)
+    console = Console(width=width, file=io.StringIO(), force_terminal=False)
+    print_ladder(ladder_of(replace(study, arms=arms, yardstick=yardstick)), console)
+    head, _, below = console.file.getvalue().strip("\n").partition("\u2500")
+    lines = head.rstrip("\n").split("\n")
+    assert len(lines) == 2
+    whole = yardstick if len(yardstick) <= 9 else yardstick[:6]
+    assert re.search(rf" x {whole}", lines[0])
+    assert f"x {yardstick}: drift over {yardstick}'s at the same step" in " ".join(below.split())
+
+
 def test_the_sparkline_leaves_before_the_figures(finished):
     line = line_of(printed(finished, 200), "rerun")
     assert line.rstrip().endswith("000000000")
