@@ -13,7 +13,10 @@ from stability.analysis.number_text import three_figures
 from stability.analysis.window import Window
 from stability.records.distances import SeedDistances
 
-__all__ = ["what_may_show"]
+__all__ = ["HARDLY", "what_may_show"]
+
+HARDLY = "more seeds would hardly show it"
+"""How it begins that more seeds are no help."""
 
 
 def what_may_show(
@@ -32,10 +35,7 @@ def what_may_show(
     steps = [step for step in window.log_excess if step <= window.step]
     calm = [step for step in steps if window.largest_at(step) <= window_limit]
     found = {step: each for step in calm if (each := _excess(arm, reference, step, distances))}
-    within = (
-        "more seeds would hardly show it, since its E is estimated within the limit at step "
-        f"{window.step}"
-    )
+    within = f"{HARDLY}, since its E is estimated within the limit at step {window.step}"
     if not found:
         return within
     best = max(found, key=lambda step: found[step])

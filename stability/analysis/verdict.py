@@ -28,6 +28,7 @@ from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, 
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import baseline_lost, where_lost
 from stability.analysis.more_looks import gaining, more_looks, outlook, unmeasured
+from stability.analysis.no_assay import to_show_harm, unseen
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
@@ -140,11 +141,14 @@ class StudyVerdict:
 
     @property
     def outlook(self) -> str:
-        """What more seeds would do, or what is missing, a clause; empty after the last look."""
+        """What more seeds would do, or what is missing, a clause; often empty after the last."""
         is_decided = self.look and all(arm.outcome in _DECIDED for arm in self.candidates)
         if is_decided and not self.exploratory:
             return "decided, which ends the plan: no more seeds are needed"
-        missing = [unmeasured(arm.levels) for arm in self.candidates if arm.outcome not in _DECIDED]
+        open_arms = [arm for arm in self.candidates if arm.outcome not in _DECIDED]
+        if self.look and open_arms and all(arm.outcome == "NO ASSAY" for arm in open_arms):
+            return to_show_harm(open_arms, self.controls, self.next_look)
+        missing = [unmeasured(arm.levels) for arm in open_arms]
         if self.look and missing and all(missing):
             # a FAIL may come of more seeds all the same
             gains = self.next_look and any(arm.gains for arm in self.candidates)
@@ -200,7 +204,7 @@ def judge_arms(
     judge = partial(_judge, study, found, counts, alpha)
     planted = judge(broken, {}, [])
     assays = {arm.name: (assay or arm_assay)(study, arm, policy) for arm in candidates}
-    judged = [_at_its_limits(arm, policy) for arm in judge(candidates, assays, _unseen(planted))]
+    judged = [_at_its_limits(arm, policy) for arm in judge(candidates, assays, unseen(planted))]
     look = min((look_at(counts[arm.name]) for arm in candidates), default=0)
     return StudyVerdict(
         outcome=next(bad for bad in WORST_FIRST if any(arm.outcome == bad for arm in judged)),
@@ -259,7 +263,7 @@ def _judge(
     alpha: float,
     family: Sequence[RecordedArm],
     assays: Mapping[str, ArmAssay],
-    unseen: Sequence[str],
+    unshown: Sequence[str],
 ) -> tuple[ArmVerdict, ...]:
     """Judge a family of arms, whose p-values are corrected together."""
     p_harmed = {
@@ -278,7 +282,7 @@ def _judge(
             for level, evidence in found[arm.name].items()
         }
         assay = assays.get(arm.name) or _no_assay_needed()
-        outcome, sentence = _outcome(study, arm, levels, assay, unseen, counts[arm.name])
+        outcome, sentence = _outcome(study, arm, levels, assay, unshown, counts[arm.name])
         end = levels.get("outcome")
         if arm.role == "broken" and end is not None and end.state == "holds":
             sentence += "; its outcome holds, so it does not show that a worse loss is seen"
@@ -321,7 +325,7 @@ def _outcome(
     arm: RecordedArm,
     levels: Mapping[Level, LevelEvidence],
     assay: ArmAssay,
-    unseen: Sequence[str],
+    unshown: Sequence[str],
     count: int,
 ) -> tuple[Outcome, str]:
     """Return the outcome of one arm and the reason, which ends a sentence."""
@@ -337,7 +341,7 @@ def _outcome(
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
     # all at once: what is mended may take a whole training anew
-    others = [*blind, *unseen]
+    others = [*blind, *unshown]
     beside = f"; besides, as it stands, {', and '.join(others)}" if others else ""
     silent, needed = by_state["not applicable"], _needed(study, arm)
     rest = f"; {listed(silent)} {agreeing(silent, 'does')} not apply" if silent else ""
@@ -365,22 +369,6 @@ def _outcome(
     shown = would_have_shown(levels)
     seen = f"; its intervals exclude {shown}" if shown else ""
     return "PASS", f"{hold}{rest}; {assay.sentence}{seen}{unproven_clause(needed)}"
-
-
-def _unseen(planted: Iterable[ArmVerdict]) -> list[str]:
-    """Return why the arms that are broken on purpose do not prove that harm is seen."""
-    planted = list(planted)
-    if not planted:
-        return ["no arm is broken on purpose, so that training could show that it sees harm"]
-    reasons = []
-    for arm in planted:
-        training = arm.levels.get("training")
-        more = f"; to have it seen: {training.decides}" if training and training.decides else ""
-        if arm.outcome != "FAIL":
-            reasons.append(f"{arm.arm}, which is broken on purpose, does not fail{more}")
-        elif training and training.state not in ("harmed", "not applicable"):
-            reasons.append(f"training does not see {arm.arm}, which is broken on purpose{more}")
-    return reasons
 
 
 def _evidence(

@@ -107,6 +107,10 @@ WITHOUT_BROKEN = (
     "; besides, as it stands, no arm is broken on purpose, so that training could show that it "
     "sees harm"
 )
+ADD_BROKEN = (
+    "more seeds alone do not end NO ASSAY: add an arm that is broken on purpose, with `role: "
+    "broken`, in a study of another name"
+)
 HOLDS, OPEN = _evidence("holds", 0.9, 1e-6), _evidence("undecided", 0.5, 0.5)
 
 
@@ -158,15 +162,19 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
 
 
 @pytest.mark.parametrize(
-    ("found", "outlook"),
+    ("found", "outlook", "open_outlook"),
     [
-        (_evidence("harmed", 1e-9, 1.0), "decided, which ends the plan: no more seeds are needed"),
+        (
+            _evidence("harmed", 1e-9, 1.0),
+            "decided, which ends the plan: no more seeds are needed",
+            "the next look is at 5 seeds",
+        ),
         # held, and yet no answer: there is no arm by which harm is shown to be seen
-        (HOLDS, "the next look is at 5 seeds"),
+        (HOLDS, ADD_BROKEN, ADD_BROKEN),
     ],
     ids=["fails", "no assay"],
 )
-def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook):
+def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook, open_outlook):
     judged = _judge(study, found)
     assert judged.outlook == outlook
     shown = " ".join(" ".join(verdict_lines(judged, judged.arms)).split())
@@ -175,7 +183,7 @@ def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook):
     both = replace(judged, arms=(*judged.arms, one))
     assert both.outlook == "the next look is at 5 seeds", "of two one is open"
     changed = replace(judged, exploratory=("the seeds",))
-    assert changed.outlook == "the next look is at 5 seeds", "what is exploratory decides nothing"
+    assert changed.outlook == open_outlook, "what is exploratory decides nothing"
 
 
 def test_what_is_not_measured_is_said_and_no_look_that_would_not_measure_it(study):

@@ -1,0 +1,65 @@
+"""NO ASSAY names what ends it: another study, a mended assay, or more seeds where they may help."""
+
+from dataclasses import replace
+
+import pytest
+
+from stability.analysis.study_records import read_study
+from stability.analysis.unseen_harm import HARDLY
+from tests.stability.analysis.test_verdict import (
+    HARMED,
+    HOLDS,
+    NO_SCALE,
+    SENSITIVE,
+    _evidence,
+    _judge,
+    _with,
+    with_broken,
+)
+
+BREAK = "break flash_all_bf16 by a larger error, in a study of another name"
+ASK = "do what the assay of flash_fa2 asks for, so that faults are found"
+
+
+@pytest.fixture
+def study(synthetic, tmp_path):
+    """Three seeds; its arm `flash_all_bf16` plays the part that is broken on purpose."""
+    folder = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[0, 1, 2])
+    return with_broken(read_study(folder))
+
+
+@pytest.mark.parametrize(
+    ("training", "decides", "assay", "outlook"),
+    [
+        ("holds", "", SENSITIVE, f"more seeds alone do not end NO ASSAY: {BREAK}"),
+        (
+            "undecided",
+            "20 seeds",
+            SENSITIVE,
+            "the next look is at 5 seeds, which may show the harm of flash_all_bf16",
+        ),
+        (
+            "undecided",
+            f"{HARDLY}, since its E is estimated within the limit at step 40",
+            SENSITIVE,
+            f"more seeds alone do not end NO ASSAY: {BREAK}",
+        ),
+        ("harmed", "", NO_SCALE, f"more seeds alone do not end NO ASSAY: {ASK}"),
+        ("holds", "", NO_SCALE, f"more seeds alone do not end NO ASSAY: {BREAK}, and {ASK}"),
+        (
+            "undecided",
+            "20 seeds",
+            NO_SCALE,
+            f"more seeds alone do not end NO ASSAY: {ASK}; the next look is at 5 seeds, which may "
+            "show the harm of flash_all_bf16",
+        ),
+    ],
+)
+def test_no_assay_says_what_ends_it_and_names_a_look_only_where_that_helps(
+    study, training, decides, assay, outlook
+):
+    found = replace(_evidence("training", training), decides=decides)
+    broken = HARMED if training == "harmed" else _with(HARMED, one=found)
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": broken}, assay=assay)
+    assert judged.outcome == "NO ASSAY"
+    assert judged.outlook == outlook
