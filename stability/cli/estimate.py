@@ -94,19 +94,23 @@ def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list
     gaps = planned_gaps(study, runs)
     cost = cost_of_commands(runs, told=_tell)
     content = {"study": study.name, **cost.to_dict(), "lacks": gaps}
-    unseen = [] if gaps == [NO_QUESTION] else _unseen(cost)
+    unseen = [] if gaps == [NO_QUESTION] else _unseen(cost, study.base.train.steps)
     return content, [*_lines_of_commands(study, cost, load), *_lines_of_gaps(gaps, unseen)]
 
 
-def _unseen(cost: "CommandCost") -> list[str]:
-    """Return what a PASS needs and the trials have not shown, though later updates may."""
+def _unseen(cost: "CommandCost", steps: int) -> list[str]:
+    """Return what a PASS needs and the trials have not shown, though later updates may.
+
+    `steps` are the updates of a run.
+    """
     from stability.recorder.held_out import NAME_IT, NONE_SEEN  # heavy, with all of the recorder
 
     if not cost.unevaluated:
         return []
     return [
-        f"no outcome is measured without a held-out loss: {NONE_SEEN} in {cost.unevaluated} "
-        f"updates; unless later ones have one, {NAME_IT}"
+        f"0 evaluations were seen in the first {cost.unevaluated} updates: {NONE_SEEN}. A PASS "
+        f"needs at least 1 in each run, of {steps} updates, since its loss is the held-out loss. "
+        f"If the script evaluates later in a run, change nothing; if it never does, {NAME_IT}"
     ]
 
 
@@ -164,7 +168,8 @@ def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
     """
     if not gaps and not unseen:
         return []
-    lines = [f"PASS    none, {'as the study is planned' if gaps else 'as far as was seen'}:"]
+    none = "none, as the study is planned:"
+    lines = [f"PASS    {none if gaps else 'none, unless the script evaluates the model:'}"]
     for each in [*gaps, *unseen]:
         lines += textwrap.wrap(each, 80, initial_indent=f"{'':8}- ", subsequent_indent=f"{'':10}")
     return lines

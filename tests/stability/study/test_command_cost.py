@@ -279,9 +279,12 @@ def test_that_nothing_was_evaluated_is_said_of_a_study_that_lacks_nothing_else(
     assert code_of("estimate", str(path)) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "PASS none, as far as was seen: - no outcome is measured without a held-out loss: no call "
-        "of the model in evaluation mode (`model.eval()`) and without gradients was seen in 4 "
-        "updates; unless later ones have one, name a function that returns it"
+        "PASS none, unless the script evaluates the model: - 0 evaluations were seen in the first "
+        "4 updates: no call of the model in evaluation mode (`model.eval()`) and without gradients "
+        "was seen. A PASS needs at least 1 in each run, of 8 updates, since its loss is the "
+        "held-out loss. If the script evaluates later in a run, change nothing; if it never does, "
+        "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` "
+        "in the base of the study's YAML"
     ) in said
     monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)
     assert code_of("estimate", str(path)) == 0
