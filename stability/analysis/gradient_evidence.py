@@ -168,8 +168,8 @@ def _let_down(
     return LevelEvidence(
         level="gradient",
         state="not measured",
-        sentence=f"Not measured at {len(failed)} of {looks} looks, first at step {failed[0]}: "
-        f"{reason}. That is no finding about the candidate.",
+        sentence=f"No gradient was computed at {len(failed)} of {looks} looks, first at step "
+        f"{failed[0]}: {reason}. That is no finding about the candidate.",
         cell="not all seen",
         decides="the same looks on a machine that can make them, or fewer "
         "`probe.gradient_sequences`",

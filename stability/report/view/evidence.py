@@ -65,7 +65,8 @@ class EvidenceCell:
     figure: str
     """At most 16 characters; empty where there is no figure."""
     sentence: str
-    """The finding with its limit, and what would decide it."""
+    """The finding with its limit, and what would decide it; read after the state, which it does not
+    repeat."""
 
     @property
     def word(self) -> str:
@@ -154,7 +155,7 @@ def _row(arm: ArmVerdict) -> EvidenceRow:
                 state=arm.levels[level].state,
                 # a silent level has its state for a figure, and once is enough
                 figure="" if arm.levels[level].cell in STATE_WORDS else arm.levels[level].cell,
-                sentence=arm.levels[level].text,
+                sentence=arm.levels[level].reason,
             )
             for level in LEVELS
             if level in arm.levels

@@ -231,7 +231,7 @@ def test_want_of_memory_is_no_harm_and_no_hold(said):
     assert found.p_holds == 1.0
     assert found.p_harmed > 0.5
     assert found.sentence.startswith(
-        f"Not measured at 1 of 21 looks, first at step 20: {said.rstrip(': ')}. "
+        f"No gradient was computed at 1 of 21 looks, first at step 20: {said.rstrip(': ')}. "
     )
     assert len(found.cell) <= 16
     assert _judge(_run([math.nan], events=[event])).state == "not measured"

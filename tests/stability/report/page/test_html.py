@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from plotly.offline import get_plotlyjs
 
+from stability.analysis.evidence import silent_level
 from stability.analysis.ladder import ladder_of
 from stability.analysis.number_text import scientific, times
 from stability.analysis.study_records import read_study
@@ -21,7 +22,7 @@ from stability.report.page.html import render, write_page, write_probe_page
 from tests.stability.report.pages import figures_of, page_of, traces_of
 from tests.stability.report.synthetic import write_synthetic
 from tests.stability.report.synthetic_probe import write_probe
-from tests.stability.report.synthetic_verdict import study_verdict
+from tests.stability.report.synthetic_verdict import arm_verdict, study_verdict
 
 HOSTILE = "<script>alert(1)</script>"
 PLANTED = "model.layers.2.self_attn, head 1: error ratio stands out since step 20"
@@ -347,3 +348,23 @@ def test_show_and_report_take_a_probe_and_refuse_other_folders(tmp_path, capsys)
     with pytest.raises(SystemExit):
         main(["show", str(folder)])
     assert "there are no figures here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("state", "lead"),
+    [("not applicable", "n/a"), ("not measured", "not measured")],
+)
+def test_a_silent_level_says_its_state_once(finished, monkeypatch, state, lead):
+    silent = silent_level("outcome", state, "no run has a held-out loss", cell=state)
+    arm = arm_verdict("flash_fa2", "INCONCLUSIVE")
+    judged = replace(
+        study_verdict(), arms=(replace(arm, levels={**arm.levels, "outcome": silent}),)
+    )
+    monkeypatch.setattr("stability.report.page.html.verdict_of", lambda _: judged)
+    study = read_study(finished)
+    page = render(study, ladder_of(study), stamp="without scripts")
+    item = re.search(r"<li>(<span[^>]*>outcome.*?)</li>", page)[1]
+    assert re.sub("<.*?>", "", item) == f"outcome {lead}: no run has a held-out loss."
+    cell = re.search(r'<td data-level="outcome" title="(.*?)">', page)[1]
+    assert cell == "no run has a held-out loss."
+    assert "operator holds: flash_fa2 at the operator is holds" in re.sub("<.*?>", "", page)
