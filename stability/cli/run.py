@@ -205,7 +205,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
         print_line(f"EXPLORATORY: {change}")
     console = Console()
     options = TrainOptions(wandb_mode=mode, check_observer=asked.check_observer)
-    with StudyDisplay(console, 1 if asked.only else len(runs)) as display:
+    updates = {(run.arm.name, run.seed): run.last_step for run in runs}
+    display = StudyDisplay(console, 1) if asked.only else StudyDisplay(console, len(runs), updates)
+    with display:
         try:
             if asked.only and asked.seed is not None:
                 one = (config, asked.out, asked.only, asked.seed)

@@ -1,8 +1,9 @@
 """The progress of a study that trains: a bar for each run, with its step, loss and time left.
 
 The study's own bar tells the time left until all runs have ended, by what an update took since the
-first run began: between two runs the clock goes on, and runs that were kept took none. What is
-measured after the runs is not in it, which is said as the first of several begins. Where there is
+first run began: between two runs the clock goes on, and runs that were kept took none. Where it is
+known how many updates each run makes, a run that ends early counts by its own. What is measured
+after the runs is not in it, which is said as the first of several begins. Where there is
 no terminal (a log file, CI) it is one line for each run that ends, with the time left where it has
 finished. A long note that several runs have is written out of the first, and at the end it is said
 of how many others it holds. The class is an observer of the study: a
@@ -10,7 +11,7 @@ of how many others it holds. The class is an observer of the study: a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -105,9 +106,21 @@ _NAMED = 3
 
 
 class StudyDisplay:
-    """Show the progress of `total_runs` runs on `console`; use as a context manager."""
+    """Show the progress of `total_runs` runs on `console`; use as a context manager.
 
-    def __init__(self, console: Console, total_runs: int) -> None:
+    `updates` are those that each run makes, by arm and seed; without them all runs count alike.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        total_runs: int,
+        updates: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        known = updates or {}
+        self._weights = {
+            key: each * len(known) / sum(known.values()) for key, each in known.items()
+        }
         self._progress = Progress(
             _Names(),
             BarColumn(bar_width=24),
@@ -121,7 +134,9 @@ class StudyDisplay:
         self._study = self._progress.add_task("study", total=total_runs, note="runs")
         self._total = total_runs
         self._done = 0
-        self._kept = 0
+        self._ended = 0.0
+        """The runs that are over, each by its weight, of a mean of 1; `_kept` and `_before` too."""
+        self._kept = 0.0
         self._before = 0.0
         self._begun: float | None = None
         self._noted: dict[str, list[str]] = {}
@@ -214,16 +229,17 @@ class StudyDisplay:
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Count the run as done and leave a line above the bars."""
-        run = self._runs.pop((arm, seed), None)
+        run, weight = self._runs.pop((arm, seed), None), self._weights.get((arm, seed), 1.0)
         self._done += 1
+        self._ended += weight
         self._progress.update(self._study, completed=self._done)
         note = as_markup(message)
         if message == "kept":
-            self._kept += 1
+            self._kept += weight
             note = "already trained, kept"
         elif run is not None:
             self._progress.remove_task(run.bar)
-            self._before += run.before / run.steps
+            self._before += weight * run.before / run.steps
             if state == "finished":
                 note = f"{time.monotonic() - run.started:5.1f} s   {_loss(run.loss)}"
                 if self._progress.disable and self._done < self._total:
@@ -252,9 +268,13 @@ class StudyDisplay:
         return "measures now" if self._done == self._total else self._left_of_study()
 
     def _left_of_study(self) -> str:
-        under_way = tuple(self._runs.values())
-        spared = self._kept + self._before + sum(each.before / each.steps for each in under_way)
-        return f"left {_time_left(self._begun, self._reached() - spared, self._total - spared)}"
+        under_way = [
+            (self._weights.get(key, 1.0) / run.steps, run)
+            for key, run in tuple(self._runs.items())  # rich asks from a thread of its own
+        ]
+        spared = self._kept + self._before + sum(each * run.before for each, run in under_way)
+        made = self._ended + sum(each * run.step for each, run in under_way)
+        return f"left {_time_left(self._begun, made - spared, self._total - spared)}"
 
 
 def _loss(loss: float | None) -> str:

@@ -6,6 +6,7 @@ import pytest
 
 from stability.cli import run as verb
 from stability.cli.main import main
+from stability.study.run_study import StudyError
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,3 +28,18 @@ def test_a_study_of_commands_keeps_all(capsys):
         main(["run", str(ROOT / "examples" / "study.yaml"), "--keep", "none"])
     assert stop.value.code == 2
     assert "keep must be all for a study of commands, got none" in capsys.readouterr().err
+
+
+def test_the_display_is_told_how_many_updates_each_run_makes(tmp_path, monkeypatch):
+    told = []
+
+    def stop(*_, observer, **__):
+        told.append(observer._weights)
+        raise StudyError("seen")
+
+    monkeypatch.setattr("stability.study.run_study.run_study", stop)
+    with pytest.raises(ValueError, match="seen"):
+        verb.run(ROOT / "configs" / "quickstart.yaml", out=tmp_path, wandb="disabled")
+    (weights,) = told
+    assert sum(weights.values()) == pytest.approx(len(weights))
+    assert weights["rerun", 0] == weights["rerun", 1] < weights["baseline", 0]

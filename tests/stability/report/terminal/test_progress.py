@@ -85,6 +85,22 @@ def test_without_a_terminal_each_run_that_ends_tells_the_time_left(clock):
     ]
 
 
+def test_a_run_that_ends_early_counts_by_its_updates(clock):
+    """The time left doubled and halved as runs of a study's arms ended at unlike steps."""
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
+    runs = [("kept", 20), ("baseline", 40), ("reference", 20), ("nudge", 20), ("fa2", 40)]
+    with StudyDisplay(console, 5, {(arm, 0): steps for arm, steps in runs}) as display:
+        display.run_ended("kept", 0, "finished", "kept")
+        for number, (arm, steps) in enumerate(runs[1:], start=1):
+            display.run_started(number, 5, arm, 0, steps)
+            clock[0] += steps
+            display.run_advanced(arm, 0, steps, 2.0)
+            display.run_ended(arm, 0, "finished", "")
+    lines = [line.rpartition("left ")[2] for line in file.getvalue().splitlines() if "0:0" in line]
+    assert lines == ["0:01:20", "0:01:00", "0:00:40"], "a second an update, whichever run it is of"
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """What the display takes for the time, in seconds."""
