@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["one_in", "others_long"]
+__all__ = ["one_in", "others_long", "others_slow"]
 
 
 def one_in(count: int, cases: Iterable[Any], *, slow: int = 1) -> list[Any]:
@@ -24,6 +24,14 @@ def one_in(count: int, cases: Iterable[Any], *, slow: int = 1) -> list[Any]:
 def others_long(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
     """Return a slow test's `cases` for `parametrize`: those that are not in `slow` are long."""
     return [case if case in slow else _marked(case, pytest.mark.long) for case in cases]
+
+
+def others_slow(
+    cases: Iterable[Any], fast: Collection[Any], *, long: Collection[Any] = ()
+) -> list[Any]:
+    """Return `cases` for `parametrize`, slow but for the fast ones and the long ones."""
+    marks = ((case, pytest.mark.long if case in long else pytest.mark.slow) for case in cases)
+    return [case if case in fast else _marked(case, mark) for case, mark in marks]
 
 
 def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:

@@ -11,6 +11,10 @@ HGMMA.64xNx16 takes N / 2 cycles of all four, and 24 at least: below N = 48 it w
 a row has 32 bytes whatever N is. A warp's own HMMA.16816, for which sm_90 is not made, takes 9
 cycles, as the figures of `static.PEERS` were counted; at the full rate it would be 4. Leaves out
 memory, barriers, and how pipes overlap.
+
+On sm_100 one thread issues UTCHMMA for all warps of a program, and its shape is not in the
+instruction but in a descriptor: it is counted, under "UTCHMMA", and takes no cycles here. What
+that thread alone executes stands in the loop of all, and is counted as if each warp issued it.
 """
 
 import re
@@ -36,7 +40,7 @@ class Loop:
     products: dict[str, int]
     """How often each product of the tensor cores is issued, by its shape, as "64x128x16"."""
     tensor: float
-    """Cycles of the tensor cores of all four schedulers."""
+    """Cycles of the tensor cores of all four schedulers; 0 of those whose shape is not read."""
     ex2: int
     special: int
     """MUFU instructions, EX2 among them."""
@@ -88,6 +92,8 @@ def _loop(code: list[tuple[str, str]]) -> Loop:
                 tensor += max(24.0, rows * columns * depth / 2048)
             else:
                 tensor += 9.0 * rows * columns * depth / 2048
+        elif name.startswith("UTCHMMA"):
+            products["UTCHMMA"] += 1
     return Loop(
         instructions=len(code) - stems["NOP"],
         products=dict(products),

@@ -25,8 +25,13 @@ import triton
 from sass import Loop, loops_of
 
 from attention_kernels.profiles import PROFILES
-from attention_kernels.triton.ahead import compile_fast_ahead, machine_code
-from attention_kernels.triton.fast_launch import KERNELS, tile_of
+from attention_kernels.triton.ahead import (
+    SHARED_MEMORY,
+    TENSOR_MEMORY,
+    compile_fast_ahead,
+    machine_code,
+)
+from attention_kernels.triton.fast_launch import KERNELS, Tile, tile_of
 
 __all__ = ["PEERS", "Compiled", "estimate"]
 
@@ -34,8 +39,11 @@ PEAK = 865.0
 """TFLOPS that a product alone reaches on an H100 at its sustained clock."""
 _PRODUCTS = {"forward": 2, "backward": 5}
 """Products of a tile's size that the direction needs; what is computed twice counts once."""
-_REGISTERS, _SHARED, _WARPS = 65536, 227 * 1024, 64
-"""Of a multiprocessor of sm_90."""
+_REGISTERS, _WARPS, _PROGRAMS = 65536, 64, 32
+"""The most that a multiprocessor holds, of sm_80, sm_90 and sm_100 alike."""
+_SYSTEM = 1024
+"""Bytes of shared memory that the system keeps beside each program's. A multiprocessor has them
+once more than one program may have (CUDA C++ programming guide, compute capabilities)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,9 @@ class Compiled:
     registers: int
     shared: int
     spills: int
+    arch: int = 90
+    tensor_memory: int = 0
+    """Columns, on sm_100."""
 
     @property
     def tile(self) -> str:
@@ -90,10 +101,17 @@ class Compiled:
 
     @property
     def programs(self) -> int:
-        """How many programs fit a multiprocessor of sm_90 at once."""
+        """How many programs fit a multiprocessor of its chip at once."""
         registers = -(-self.registers // 8) * 8 * 32 * self.warps
-        by_shared = _SHARED // (self.shared + 1024)  # the system keeps 1 KiB of each
-        return min(_REGISTERS // registers, by_shared, _WARPS // self.warps, 32)
+        shared = SHARED_MEMORY[self.arch] + _SYSTEM
+        columns = TENSOR_MEMORY // self.tensor_memory if self.tensor_memory else _PROGRAMS
+        return min(
+            _REGISTERS // registers,
+            shared // (self.shared + _SYSTEM),
+            _WARPS // self.warps,
+            columns,
+            _PROGRAMS,
+        )
 
     def cycles(self, *, overlapped: bool = False) -> float:
         """Cycles of a multiprocessor for one tile: warp groups share it, four warps go at once."""
@@ -116,20 +134,24 @@ def estimate(
     return PEAK * useful / spent
 
 
-def read(name: str, head_dim: int, arch: int = 90, group: int = 1) -> Compiled:
+def read(
+    name: str, head_dim: int, arch: int = 90, group: int = 1, tile: Tile | None = None
+) -> Compiled:
     """Compile a kernel of the fast path for a chip, in BF16, and read its loop without a mask.
 
-    That is the one of the fewest instructions: the others test a mask too. ValueError where no
-    loop multiplies on tensor cores.
+    That is the one of the fewest instructions: the others test a mask too. In its own tile, or in
+    another one. ValueError where no loop multiplies on tensor cores.
     """
     numerics, dtype = PROFILES["fa2"], torch.bfloat16
-    found = compile_fast_ahead(name, arch, numerics, dtype, head_dim, group=group)
-    code, tile = machine_code(found), tile_of(name, arch, head_dim)
+    tile = tile or tile_of(name, arch, head_dim)
+    found = compile_fast_ahead(name, arch, numerics, dtype, head_dim, group=group, tile=tile)
+    code = machine_code(found)
     loops = loops_of(code.sass)
     if not loops or tile is None:
         raise ValueError(f"static: {name} must multiply on tensor cores in a loop, has none")
     return Compiled(
         kernel=name,
+        arch=arch,
         rows=tile.block_q,
         keys=tile.block_k,
         loop=min(loops, key=lambda loop: loop.instructions),
@@ -137,6 +159,7 @@ def read(name: str, head_dim: int, arch: int = 90, group: int = 1) -> Compiled:
         shared=found.metadata.shared,
         registers=code.registers,
         spills=code.spills,
+        tensor_memory=found.metadata.tmem_size or 0,
     )
 
 

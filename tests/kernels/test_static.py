@@ -11,8 +11,8 @@ import triton
 from attention_kernels import PROFILES
 from attention_kernels.masks import Mask
 from attention_kernels.triton.ahead import SHARED_MEMORY, compile_fast_ahead, machine_code
-from attention_kernels.triton.fast_launch import KERNELS, TILES, tile_of
-from tests.sampling import others_long
+from attention_kernels.triton.fast_launch import KERNELS, TILES, Tile, tile_of
+from tests.sampling import others_long, others_slow
 
 FOLDER = Path(__file__).parents[2] / "kernels/benchmarks"
 
@@ -70,13 +70,34 @@ def test_of_nested_loops_the_inner_one_counts(bench):
     assert loop.tensor == 9
 
 
+def test_on_sm_100_products_are_counted_that_one_thread_issues_for_all(bench):
+    code = sass(
+        "LDTM.16dp32bit_t0_t15.x32 R4, tmem[UR6+0x100000]",
+        "@!P0 BRA 0x80",  # waits past the end, and comes back
+        "MUFU.EX2 R3, R4",
+        "UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR15], tmem[UR26], idesc[UR27], !UPT",
+        "UTCHMMA tmem[UR24], gdesc[UR22], tmem[UR15], tmem[UR26], idesc[UR27], UPT",
+        "UTCBAR [UR33], URZ",
+        "BRA.U !UP2, 0x0",
+        "EXIT",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR8+0xc020], R5",
+        "@!P0 BRA 0x80",
+        "BRA 0x20",
+    )
+    (loop,) = bench.sass.loops_of(code)
+    assert (loop.instructions, loop.products, loop.ex2) == (7, {"UTCHMMA": 2}, 1)
+    assert loop.tensor == 0
+
+
 def test_what_is_no_machine_code_is_refused(bench):
     with pytest.raises(ValueError, match="what cuobjdump -sass prints"):
         bench.sass.loops_of("no such file")
     assert bench.sass.loops_of(sass("HGMMA.64x64x16.F32.BF16 R24, gdesc[UR12], RZ", "EXIT")) == []
 
 
-def compiled(bench, *, instructions, ex2, products, rows=64, warps=4, registers=128, shared=49152):
+def compiled(
+    bench, *, instructions, ex2, products, rows=64, warps=4, registers=128, shared=49152, **of_chip
+):
     """A kernel with such a loop; its tensor cycles are read from made-up machine code."""
     names = {shape: "HGMMA" if "x" in shape else "HMMA" for shape in products}
     lines = [f"{names[x]}.{x}.F32.BF16 R1" for x, n in products.items() for _ in range(n)]
@@ -93,6 +114,7 @@ def compiled(bench, *, instructions, ex2, products, rows=64, warps=4, registers=
         registers=registers,
         shared=shared,
         spills=0,
+        **of_chip,
     )
 
 
@@ -147,45 +169,99 @@ def test_the_model_gives_the_backward_figures_known(bench, head_dim, dq, dkv, ex
     assert [round(value) for value in found] == pytest.approx(expected, abs=1)
 
 
-# By version of Triton, of the loop without a mask: most instructions for each 64 x 64 scores of 4
-# warps, and most spills of the kernel. Of dK and dV at 128 some addresses are spilled.
+PRODUCTS = {"forward": (1, 1), "dq": (2, 1), "dkv": (2, 2), "dk": (2, 1), "dv": (1, 1)}
+"""Products that a kernel needs of a tile: head_dim deep, and a block deep, which are added up."""
+# By version of Triton, then on sm_80, sm_90 and sm_100: the most instructions of the loop without a
+# mask for 64 x 64 scores of 4 warps, some 2 % above those found, and how many programs fit a
+# multiprocessor.
 BUDGETS = {
     "3.7.1": {
-        ("forward", 64): (310, 0),
-        ("dq", 64): (210, 0),
-        ("dkv", 64): (320, 0),
-        ("forward", 128): (355, 0),
-        ("dq", 128): (295, 0),
-        ("dkv", 128): (370, 16),
-        ("forward", 256): (450, 0),
-        ("dq", 256): (530, 0),
-        ("dk", 256): (640, 30),
-        ("dv", 256): (275, 0),
-    }
+        ("forward", 64): ((370, 2), (310, 3), (340, 3)),
+        ("dq", 64): ((390, 3), (210, 2), (295, 2)),
+        ("dkv", 64): ((510, 2), (320, 3), (375, 2)),
+        ("forward", 128): ((1095, 1), (355, 2), (380, 1)),
+        ("dq", 128): ((670, 1), (295, 1), (320, 1)),
+        ("dkv", 128): ((920, 1), (370, 2), (410, 1)),
+        ("forward", 256): ((1410, 1), (450, 1), (710, 1)),
+        ("dq", 256): ((1040, 1), (530, 1), (800, 1)),
+        ("dk", 256): ((1075, 1), (610, 1), (915, 1)),
+        ("dv", 256): ((725, 1), (255, 1), (500, 1)),
+    },
+    "3.6.0": {
+        ("forward", 64): ((370, 3), (315, 3), (355, 3)),
+        ("dq", 64): ((390, 3), (210, 2), (320, 2)),
+        ("dkv", 64): ((550, 2), (350, 2), (490, 2)),
+        ("forward", 128): ((1080, 1), (360, 2), (405, 1)),
+        ("dq", 128): ((670, 1), (300, 1), (350, 1)),
+        ("dkv", 128): ((955, 1), (400, 2), (535, 1)),
+        ("forward", 256): ((1410, 1), (455, 1), (790, 1)),
+        ("dq", 256): ((1040, 1), (535, 1), (925, 1)),
+        ("dk", 256): ((1085, 1), (635, 1), (1115, 1)),
+        ("dv", 256): ((730, 1), (285, 1), (590, 1)),
+    },
 }
-IN_EVERY_RUN = [("forward", 64), ("dkv", 64), ("dv", 256)]
+ROWS = {80: 2, 90: 2, 100: 1}
+"""Of how many rows of a tile a thread has scores."""
+ROWS_OF_ALL_WARPS = {(80, 128): 8, (80, 256): 8}
+"""The same where Triton gives each warp some keys of all 64 rows, by head_dim."""
+ADDRESSES = {("3.7.1", 90, "dkv", 128): 12}
+"""Most spills of a kernel that has any; one of these is in the loop."""
+CASES = [(arch, *case) for arch in TILES for case in BUDGETS["3.7.1"]]
+IN_EVERY_RUN = [(80, "dkv", 64), (90, "forward", 64), (100, "forward", 64)]
+COSTLY = [case for case in CASES if case[1:] in {("forward", 256), ("dq", 256)}]
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel", "head_dim"), others_slow(CASES, IN_EVERY_RUN, long=COSTLY)
+)
+def test_the_fast_path_keeps_its_budget(bench, arch, kernel, head_dim):
+    assert_within_budget(bench.static.read(kernel, head_dim, arch), head_dim)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "head_dim"), others_long(BUDGETS["3.7.1"], IN_EVERY_RUN))
-def test_the_fast_path_keeps_its_budget(bench, kernel, head_dim):
+@pytest.mark.parametrize(
+    ("kernel", "tile", "why"),
+    [
+        ("dkv", Tile(64, 64, 8, 2), "done twice"),  # wgmma has 64 rows for each 4 warps
+        ("dq", Tile(64, 128, 4, 4), "programs of a multiprocessor"),  # 4 blocks in shared memory
+    ],
+)
+def test_a_tile_that_wastes_the_chip_breaks_the_budget(bench, kernel, tile, why):
+    with pytest.raises(AssertionError, match=why):
+        assert_within_budget(bench.static.read(kernel, 64, tile=tile), 64)
+
+
+def assert_within_budget(found, head_dim):
     budgets = BUDGETS.get(triton.__version__)
     if budgets is None:
         pytest.skip(f"no budgets were measured with Triton {triton.__version__}")
-    found = bench.static.read(kernel, head_dim)
-    instructions, spills = budgets[kernel, head_dim]
+    kernel, arch = found.kernel, found.arch
+    instructions, programs = budgets[kernel, head_dim][list(TILES).index(arch)]
     # what 4 warps do of 64 x 64 scores: 32 a thread
     share = found.rows * found.keys / 64 / 64 / (found.warps / 4)
-    assert found.loop.instructions / share <= instructions
-    # a score takes one, and in the forward a row two for its rescale factor
-    rescales = 2 if kernel == "forward" else 0
-    assert found.loop.ex2 == 32 * share + rescales
-    assert found.spills <= spills
-    assert all(shape.startswith("64x") for shape in found.loop.products), "not all is wgmma"
-    products = sum(_volume(shape) * n for shape, n in found.loop.products.items())
-    made = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2}[kernel]
-    assert products * found.warps / 4 == made * found.rows * found.keys * head_dim, "done twice"
-    assert found.programs >= 1
+    assert_no_product_is_twice(found, head_dim)
+    # a score takes one, and in the forward each row of a thread one for its rescale factor
+    rows = ROWS_OF_ALL_WARPS.get((arch, head_dim), ROWS[arch]) if kernel == "forward" else 0
+    assert found.loop.ex2 == 32 * share + rows, "not one EX2 a score"
+    assert found.loop.instructions / share <= instructions, "too many instructions"
+    assert found.programs == programs, "programs of a multiprocessor"
+    assert found.spills <= ADDRESSES.get((triton.__version__, arch, kernel, head_dim), 0)
+
+
+def assert_no_product_is_twice(found, head_dim):
+    """What warps multiply in a turn is what a tile has, in the instructions of the chip."""
+    deep, of_block = PRODUCTS[found.kernel]
+    issued = found.loop.products
+    if found.arch == 100:
+        # an instruction multiplies all of a tile, 16 deep
+        block = found.keys if found.kernel in ("forward", "dq") else found.rows
+        assert issued == {"UTCHMMA": (deep * head_dim + of_block * block) / 16}, "done twice"
+        return
+    # HMMA is of one warp, wgmma of four
+    start, warps = {80: ("16x8x", 1), 90: ("64x", 4)}[found.arch]
+    assert all(shape.startswith(start) for shape in issued), "other tensor cores"
+    products = sum(_volume(shape) * n for shape, n in issued.items()) * found.warps / warps
+    assert products == (deep + of_block) * found.rows * found.keys * head_dim, "done twice"
 
 
 def _volume(shape):
@@ -261,3 +337,16 @@ def test_programs_fit_by_registers_shared_memory_and_warps(bench):
     assert fit(registers=255, shared=0) == 2
     assert fit(registers=32, shared=0, warps=8) == 8
     assert fit(registers=32, shared=227 * 1024 - 1024) == 1
+
+
+def test_programs_fit_the_chip_that_they_are_compiled_for(bench):
+    def fit(**kernel):
+        few = {"registers": 32, "products": {"64x64x16": 1}}
+        return compiled(bench, instructions=9, ex2=1, **few, **kernel).programs
+
+    # two of 113 KiB, and 1 KiB of the system beside each: all of sm_90's 228 KiB
+    assert [fit(shared=113 * 1024, arch=arch) for arch in (80, 90, 100)] == [1, 2, 2]
+    assert fit(shared=113 * 1024 + 1) == 1
+    assert [fit(shared=81 * 1024, arch=arch) for arch in (80, 90)] == [2, 2]
+    assert fit(shared=0, arch=100, tensor_memory=128) == 4
+    assert fit(shared=0, arch=100, tensor_memory=512) == 1
