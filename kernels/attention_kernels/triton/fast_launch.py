@@ -87,7 +87,7 @@ both at once would spill registers."""
 TILES: dict[int, dict[tuple[str, int], Tile]] = {
     80: {
         ("forward", 64): Tile(64, 64, 4, 2),
-        ("forward", 128): Tile(64, 64, 8, 2),
+        ("forward", 128): Tile(128, 64, 8, 3),
         ("forward", 256): Tile(64, 64, 8, 2),
         ("dq", 64): Tile(64, 32, 4, 2),
         ("dq", 128): Tile(64, 64, 8, 2),
