@@ -225,6 +225,7 @@ def test_the_fast_path_keeps_its_budget(bench, arch, kernel, head_dim):
         ("dkv", Tile(64, 64, 8, 2), "done twice"),  # wgmma has 64 rows for each 4 warps
         ("dq", Tile(64, 128, 4, 4), "programs of a multiprocessor"),  # 4 blocks in shared memory
     ],
+    ids=["products twice", "half the programs"],
 )
 def test_a_tile_that_wastes_the_chip_breaks_the_budget(bench, kernel, tile, why):
     with pytest.raises(AssertionError, match=why):
