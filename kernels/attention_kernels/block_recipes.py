@@ -138,7 +138,7 @@ _ALL_RECIPES = BLOCK_RECIPES | {
     f"{name}-{rule}": replace(recipe, name=f"{name}-{rule}", rule=rule)
     for name, recipe in BLOCK_RECIPES.items()
     for rule in POWER_OF_TWO_RULES
-    if recipe.rule in POWER_OF_TWO_RULES and rule != recipe.rule
+    if recipe.scales != "e4m3" and rule != recipe.rule
 }
 
 # An element times its scale must be exact in BF16, the dtype of operands: FP32 scales are not.
@@ -149,8 +149,8 @@ OPERAND_RECIPES = {name: recipe for name, recipe in _ALL_RECIPES.items() if reci
 def recipe_named(name: str) -> BlockRecipe:
     """Return the recipe called `name`: one of BLOCK_RECIPES.
 
-    A recipe of MX may end in the name of another rule than `floor`, as in `mxfp4-even`. ValueError,
-    with the nearest names, for any other name.
+    One of MX, or with FP32 scales, may end in the name of another rule for powers of two, as in
+    `mxfp4-even` or `deepseek_1x128-rceil`. ValueError, with the nearest names, for any other name.
     """
     if name not in _ALL_RECIPES:
         near = difflib.get_close_matches(str(name), _ALL_RECIPES, n=3, cutoff=0.4)

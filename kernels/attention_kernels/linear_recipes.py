@@ -6,19 +6,23 @@ rounded, and whether it is rotated first. Blocks that share a scale lie along th
 product sums over, so a tensor that enters two products is quantized twice, from its own values.
 Square blocks are the same along both axes: in them forward and dgrad see the same weight.
 
-LINEAR_RECIPES is the table of the published ones, each with its source. Products are summed in
-FP32. This module computes nothing (`recipe_linear` does). It imports no torch, so that a command
-line can check the names in a YAML file before it loads anything heavy.
+LINEAR_RECIPES is the table of the published ones, each with its source. Any other is written in its
+parts, as `forward=mxfp4 dgrad=mxfp8+stochastic/mxfp8 wgrad=mxfp8+stochastic/mxfp8`
+(`linear_recipe_named`). Products are summed in FP32. This module computes nothing (`recipe_linear`
+does). It imports no torch, so that a command line can check the names in a YAML file before it
+loads anything heavy.
 """
 
 import difflib
+import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from attention_kernels.block_recipes import BLOCK_RECIPES, BlockRecipe, recipe_named
-from attention_kernels.formats import ROUNDINGS, format_named
+from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named
 
 __all__ = [
     "LINEAR_RECIPES",
@@ -31,6 +35,16 @@ __all__ = [
 
 OUTPUTS = ("bf16", "fp16", "fp32")
 """The formats that results may have: those of dtypes of torch."""
+
+_PRODUCTS = ("forward", "dgrad", "wgrad")
+_OPTIONS = ("output", "weight_gradient", "last_blocks")
+_ALL = "all"
+_PARTS = (_ALL, *_PRODUCTS, *_OPTIONS)  # what a recipe that is written out is made of
+
+_BETWEEN = "/"
+# the matrix of 4096 is 64 MiB; a larger one would be found out at the first step
+_LARGEST_ROTATION = 4096
+_ROTATED = re.compile(r"rotated([0-9]{1,4})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +116,7 @@ class LinearRecipe:
             _require(self, place, is_power, "rotated by a power of two or 0")
             is_again = operand.of_forward and place != "wgrad.right"
             _require(self, place, not is_again, "of_forward in the x of wgrad alone")
-        for name in ("forward", "dgrad", "wgrad"):
+        for name in _PRODUCTS:
             left, right = getattr(self, name)
             rule = "a product of two operands with the same rotation"
             _require(self, name, left.rotation == right.rotation, rule)
@@ -113,7 +127,7 @@ class LinearRecipe:
 
     def operands(self) -> Iterator[tuple[str, LinearOperand]]:
         """Give each operand and its place, such as `wgrad.right`."""
-        for name in ("forward", "dgrad", "wgrad"):
+        for name in _PRODUCTS:
             product = getattr(self, name)
             yield f"{name}.left", product.left
             yield f"{name}.right", product.right
@@ -121,6 +135,17 @@ class LinearRecipe:
     def left_out(self, depth: int) -> int:
         """Return how many of a model's `depth` blocks stay in BF16, at least the share that is."""
         return math.ceil(self.last_blocks * depth)
+
+    def unscaled_gradients(self) -> Iterator[Format]:
+        """Give the format of each gradient that no scale brings into the format's range.
+
+        Those of operands without blocks, and of the results that the backward hands on.
+        """
+        for operand in (self.dgrad.left, self.wgrad.left):
+            if operand.blocks is None:
+                yield format_named(operand.name)
+        yield format_named(self.output)
+        yield format_named(self.weight_gradient)
 
 
 def _require(recipe: LinearRecipe, field: str, holds: bool, rule: str) -> None:
@@ -139,15 +164,10 @@ def _same(encoding: str) -> dict[str, Any]:
     return {"forward": both, "dgrad": both, "wgrad": both}
 
 
-def _by_rule(recipe: BlockRecipe, rule: str) -> BlockRecipe:
-    return replace(recipe, name=f"{recipe.name}-{rule}", rule=rule)
-
-
-def _tiled(rule: str) -> dict[str, Any]:
+def _tiled(rule: str = "") -> dict[str, Any]:
     """Return DeepSeek's products: x and dy in tiles of 1x128, w in squares, scales by `rule`."""
     tile, square = (
-        LinearOperand(encoding=recipe if rule == recipe.rule else _by_rule(recipe, rule))
-        for recipe in (BLOCK_RECIPES["deepseek_1x128"], BLOCK_RECIPES["deepseek_128x128"])
+        LinearOperand(encoding=f"{name}{rule}") for name in ("deepseek_1x128", "deepseek_128x128")
     )
     # x is stored in tiles of the forward, and read from those for wgrad (its section 3.5.2)
     stored = replace(tile, of_forward=True)
@@ -161,14 +181,14 @@ def _tiled(rule: str) -> dict[str, Any]:
 _ACTIVATION = LinearOperand(encoding="nvfp4")
 _GRADIENT = replace(_ACTIVATION, rounding="stochastic")
 _WEIGHT = LinearOperand(encoding="nvfp4_16x16")
-_ROTATED = (replace(_GRADIENT, rotation=16), replace(_ACTIVATION, rotation=16))
+_TURNED = (replace(_GRADIENT, rotation=16), replace(_ACTIVATION, rotation=16))
 _E4M3, _E5M2 = (LinearOperand(encoding=f"fp8_per_tensor{e}") for e in ("", "-e5m2"))
 
 _NVFP4 = LinearRecipe(
     name="nvfp4",
     forward=LinearProduct(_ACTIVATION, _WEIGHT),
     dgrad=LinearProduct(_GRADIENT, _WEIGHT),
-    wgrad=LinearProduct(*_ROTATED),
+    wgrad=LinearProduct(*_TURNED),
     last_blocks=0.15,
     source="arXiv 2509.25149",
 )
@@ -187,7 +207,7 @@ LINEAR_RECIPES = {
             _NVFP4,
             name="nvfp4_nearest",
             dgrad=LinearProduct(_ACTIVATION, _WEIGHT),
-            wgrad=LinearProduct(_ROTATED[1], _ROTATED[1]),
+            wgrad=LinearProduct(_TURNED[1], _TURNED[1]),
             source="Transformer Engine's disable_stochastic_rounding",
         ),
         replace(
@@ -198,11 +218,11 @@ LINEAR_RECIPES = {
             source="Transformer Engine's disable_2d_quantization",
         ),
         LinearRecipe(name="mxfp8", source="arXiv 2506.08027", **_same("mxfp8-rceil")),
-        LinearRecipe(name="deepseek_v3", source="arXiv 2412.19437, section 3.3", **_tiled("max")),
+        LinearRecipe(name="deepseek_v3", source="arXiv 2412.19437, section 3.3", **_tiled()),
         LinearRecipe(
             name="deepseek_v3_pow2",
             source="the same, its scales of the input after attention",
-            **_tiled("rceil"),
+            **_tiled("-rceil"),
         ),
         LinearRecipe(
             name="fp8_current",
@@ -217,14 +237,163 @@ LINEAR_RECIPES = {
 
 
 def linear_recipe_named(name: str) -> LinearRecipe:
-    """Return the recipe called `name`, one of LINEAR_RECIPES.
+    """Return the recipe called `name`: one of LINEAR_RECIPES, or one that is written in its parts.
 
-    ValueError, with the nearest names, for any other name.
+    Parts stand apart by spaces, in any order. `forward=`, `dgrad=` and `wgrad=` give the operands
+    of a product: one for both, or `LEFT/RIGHT` (x/w, dy/w and dy/x); `all=` those of the products
+    that have no part. An operand is a block recipe or a format that FP32 holds, then, each after a
+    `+`, a rounding (`stochastic`), `rotated16` and `of_forward`. `output=`, `weight_gradient=` and
+    `last_blocks=` are the fields of a recipe. Its name is that text in one order and spelling.
+    ValueError, with the nearest names, for anything else.
     """
-    if name not in LINEAR_RECIPES:
-        near = difflib.get_close_matches(str(name), LINEAR_RECIPES, n=3, cutoff=0.4)
+    text = str(name)
+    if "=" in text:
+        return _written_out(text)
+    if text not in LINEAR_RECIPES:
+        _refuse_delayed("recipe", text)
+        is_operand = text in BLOCK_RECIPES or text in FORMATS
+        hint = f"; in every product: {_ALL}={text}" if is_operand else ""
         raise ValueError(
             f"recipe must be one of a linear layer, got {name!r}; nearest: "
-            f"{', '.join(near or LINEAR_RECIPES)}"
+            f"{_nearest(text, LINEAR_RECIPES)}{hint}"
         )
-    return LINEAR_RECIPES[name]
+    return LINEAR_RECIPES[text]
+
+
+@functools.cache  # a module asks for its recipe in each forward
+def _written_out(text: str) -> LinearRecipe:
+    """Return the recipe whose parts `text` gives."""
+    parts = _parts(text)
+    operands = {name: parts.get(name, parts.get(_ALL)) for name in _PRODUCTS}
+    missing = [name for name, value in operands.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"recipe: must give the operands of {', '.join(_PRODUCTS)}, or of {_ALL}, each part "
+            f"after a space, got none of {', '.join(missing)} in {text!r}"
+        )
+    products = {
+        name: _product(name if name in parts else _ALL, str(value))
+        for name, value in operands.items()
+    }
+    options: dict[str, Any] = {name: parts[name] for name in _OPTIONS if name in parts}
+    if "last_blocks" in options:
+        options["last_blocks"] = _share(options["last_blocks"])
+    recipe = LinearRecipe(name=text, **products, **options)
+    return replace(recipe, name=_text(recipe))
+
+
+def _parts(text: str) -> dict[str, str]:
+    """Return the value of each part; ValueError for one that is no part, or is given twice."""
+    found: dict[str, str] = {}
+    for part in text.split():
+        name, equals, value = part.partition("=")
+        if not equals or name not in _PARTS:
+            raise ValueError(
+                f"recipe: must be in parts called {', '.join(_PARTS)}, each as NAME=VALUE after a "
+                f"space, got {part!r}; nearest: {_nearest(name, _PARTS)}"
+            )
+        if name in found:
+            raise ValueError(f"recipe: must give {name} once, got it twice in {text!r}")
+        found[name] = value
+    if _BETWEEN in found.get(_ALL, ""):
+        raise ValueError(
+            f"recipe: {_ALL} must be one operand, got {found[_ALL]!r}; a pair is of one product"
+        )
+    return found
+
+
+def _product(name: str, text: str) -> LinearProduct:
+    sides = text.split(_BETWEEN)
+    if len(sides) > 2:
+        raise ValueError(f"recipe: {name} must be one operand or LEFT/RIGHT, got {text!r}")
+    return LinearProduct(_operand(name, sides[0]), _operand(name, sides[-1]))
+
+
+def _operand(product: str, text: str) -> LinearOperand:
+    """Return the operand that `text` describes, as `nvfp4+stochastic+rotated16`."""
+    encoding, *words = text.split("+")
+    _check_encoding(product, encoding)
+    found: dict[str, Any] = {}
+    for word in words:
+        field, value = _told(product, word)
+        if field in found:
+            raise ValueError(f"recipe: {product} must say {field} once, got {text!r}")
+        found[field] = value
+    return LinearOperand(encoding=encoding, **found)
+
+
+def _told(product: str, word: str) -> tuple[str, Any]:
+    """Return the field that a word after a `+` sets, and its value."""
+    rotated = _ROTATED.fullmatch(word)
+    if rotated and int(rotated[1]) <= _LARGEST_ROTATION:
+        return "rotation", int(rotated[1])
+    if word in ROUNDINGS:
+        return "rounding", word
+    if word == "of_forward":
+        return "of_forward", True
+    raise ValueError(
+        f"recipe: {product} must have after a + one of {', '.join(ROUNDINGS)}, rotated<size up to "
+        f"{_LARGEST_ROTATION}>, of_forward, got {word!r}; nearest: "
+        f"{_nearest(word, (*ROUNDINGS, 'rotated16', 'of_forward'))}"
+    )
+
+
+def _check_encoding(product: str, encoding: str) -> None:
+    """ValueError unless `encoding` is a block recipe or a format that FP32 holds."""
+    _refuse_delayed(f"recipe: {product}", encoding)
+    try:
+        blocks = LinearOperand(encoding=encoding).blocks
+    except ValueError as error:
+        names = (*BLOCK_RECIPES, *FORMATS)
+        raise ValueError(
+            f"recipe: {product} must be in a block recipe or a format, got {encoding!r}; nearest: "
+            f"{_nearest(encoding, names)}"
+        ) from error
+    if blocks is None and not format_named(encoding).fits(FORMATS["fp32"]):
+        raise ValueError(f"recipe: {product} must be in a format that FP32 holds, got {encoding!r}")
+
+
+def _refuse_delayed(where: str, name: str) -> None:
+    if "delayed" in name:
+        raise ValueError(
+            f"{where} must have scales of the values at hand, got {name!r}: delayed ones follow "
+            "from earlier steps, and no checkpoint of a run holds those; use the blocks "
+            "fp8_per_tensor, or the recipe fp8_current"
+        )
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"recipe: last_blocks must be a number, got {text!r}") from error
+
+
+def _text(recipe: LinearRecipe) -> str:
+    """Return the one text for what `recipe` computes, less what is so anyway."""
+    usual = {field.name: field.default for field in fields(LinearRecipe)}
+    products = (
+        f"{name}={_BETWEEN.join(dict.fromkeys(map(_operand_text, getattr(recipe, name))))}"
+        for name in _PRODUCTS
+    )
+    options = (
+        f"{name}={getattr(recipe, name)}"
+        for name in _OPTIONS
+        if getattr(recipe, name) != usual[name]
+    )
+    return " ".join((*products, *options))
+
+
+def _operand_text(operand: LinearOperand) -> str:
+    words = (
+        operand.name,
+        operand.rounding * (operand.rounding != "nearest_even"),
+        f"rotated{operand.rotation}" * bool(operand.rotation),
+        "of_forward" * operand.of_forward,
+    )
+    return "+".join(word for word in words if word)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    allowed = list(names)
+    return ", ".join(difflib.get_close_matches(name, allowed, n=3, cutoff=0.4) or allowed)

@@ -8,7 +8,9 @@ A glob that names a module holds for all inside it, and of several the last one 
 holds the mapping as one text, `bf16-mixed, *.mlp_*=emulated:e4m3, blocks.layer_0=fp32`: in a
 mapping the order would be lost in JSON, and each glob would be a change of its own.
 
-`recipe:NAME` is a recipe of linear layers (`attention_kernels.linear_recipes`), of single modules
+`recipe:NAME` is a recipe of linear layers (`attention_kernels.linear_recipes`), a published one or
+one written in its parts (`recipe:forward=mxfp4 dgrad=mxfp8 wgrad=mxfp8`, in YAML a mapping of its
+own, in place of a name: `{forward: mxfp4, dgrad: mxfp8, wgrad: mxfp8}`). It is of single modules
 or, as the default, of all blocks of a model of ours: less the last ones, if the recipe leaves those
 in BF16, and less all that is no block, such as embeddings, output and final norm. Leaves out what
 computes so (`model.precision`, `model.module_precision`).
@@ -136,10 +138,12 @@ class Precision:
     def needs_scaler(self) -> bool:
         """Whether a loss scaler has to keep gradients from the end of some format's range.
 
-        A recipe needs none: its scales bring gradients into range.
+        A recipe needs one where it gives gradients no scales, which bring them into range.
         """
-        values = (self.default, *(value for _, value in self.modules))
-        formats = (emulated_format(value) for value in values if value not in OF_MODULES)
+        values = (self.default, self.of_blocks, *(value for _, value in self.modules))
+        formats = [emulated_format(value) for value in values if value not in OF_MODULES]
+        for recipe in map(linear_recipe, values):
+            formats += recipe.unscaled_gradients() if recipe else ()
         is_narrow = any(f.exponent_bits < _BF16_EXPONENT_BITS for f in formats if f is not None)
         return is_narrow or "16-mixed" in values or "fp16" in values
 
@@ -191,9 +195,16 @@ def parse_precision(text: str) -> Precision:
     twice = {glob for glob, _ in modules if [each for each, _ in modules].count(glob) > 1}
     if twice:
         raise ValueError(f"precision: must name a glob once, got {min(twice)!r} twice in {text!r}")
+    own_values = tuple((glob, _in_one_spelling(value)) for glob, value in modules)
     if default.startswith(RECIPE):
-        return Precision(_AROUND_RECIPES, tuple(modules), default)
-    return Precision(default, tuple(modules))
+        return Precision(_AROUND_RECIPES, own_values, _in_one_spelling(default))
+    return Precision(default, own_values)
+
+
+def _in_one_spelling(value: str) -> str:
+    """Return a precision with the parts of a recipe, if it has such, in one order and spelling."""
+    recipe = linear_recipe(value)
+    return RECIPE + recipe.name if recipe else value
 
 
 def _check_default(name: str, *, has_modules: bool) -> None:
@@ -216,6 +227,11 @@ def _check_of_module(glob: str, value: str) -> None:
     if value.startswith((EMULATED, RECIPE)):
         emulated_format(value)
         linear_recipe(value)
+        if "last_blocks=" in value:
+            raise ValueError(
+                f"precision: {glob} must not have last_blocks, got {value!r}; that is of a recipe "
+                "of all blocks, and a glob names its modules itself"
+            )
     elif value not in OF_MODULES:
         names = (*OF_MODULES, f"{EMULATED}<format>", *_RECIPE_NAMES)
         is_of_all = value in NATIVE
@@ -234,9 +250,10 @@ def precision_text(value: Any, below: str = "") -> Any:
     """
     if not isinstance(value, Mapping):
         return value
+    value = {glob: _recipe_text(name) for glob, name in value.items()}
     for glob, name in value.items():
         is_text = isinstance(glob, str) and isinstance(name, str)
-        if not is_text or not glob or set(glob) & {",", "="}:
+        if not is_text or not glob or set(glob) & {",", "="} or "," in name:
             raise ValueError(
                 f"precision: must map globs of modules to names of precisions, got {glob!r}: "
                 f"{name!r}"
@@ -248,6 +265,19 @@ def precision_text(value: Any, below: str = "") -> Any:
     kept = [(glob, name) for glob, name in under.modules if glob not in value]
     own = [(glob, name) for glob, name in value.items() if glob != _DEFAULT]
     return parse_precision(Precision(default, (*kept, *own)).text).text
+
+
+def _recipe_text(value: Any) -> Any:
+    """Return the text of a recipe that YAML gives as a mapping of parts; anything else as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    for name, part in value.items():
+        if isinstance(part, bool) or not isinstance(part, str | int | float):
+            raise ValueError(
+                f"precision: {name} must be operands of a recipe as text, such as mxfp8+stochastic "
+                f"or LEFT/RIGHT, got {part!r}"
+            )
+    return RECIPE + " ".join(f"{name}{_EQUALS}{part}" for name, part in value.items())
 
 
 def precision_change(before: str, after: str) -> str:

@@ -5,10 +5,13 @@ import pytest
 from attention_kernels.block_recipes import BLOCK_RECIPES, BlockRecipe, recipe_named
 
 
-def test_a_name_finds_its_recipe_and_a_rule_may_follow_those_of_mx():
+def test_a_name_finds_its_recipe_and_a_rule_may_follow_those_of_mx_or_with_fp32_scales():
     assert all(recipe_named(name) is recipe for name, recipe in BLOCK_RECIPES.items())
     rceil = recipe_named("mxfp8-e5m2-rceil")
     assert (rceil.name, rceil.elements, rceil.rule) == ("mxfp8-e5m2-rceil", "e5m2", "rceil")
+    row = recipe_named("fp8_per_row-ceil")
+    assert (row.name, row.block, row.scales) == ("fp8_per_row-ceil", "row", "fp32")
+    assert row.rule == "ceil"
 
 
 @pytest.mark.parametrize("name", ["mxfp4-floor", "nvfp4-ceil", "mxfp4-max", "mxfp5", "e4m3", None])

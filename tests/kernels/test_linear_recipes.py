@@ -3,13 +3,20 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from attention_kernels.block_recipes import BLOCK_RECIPES
+from attention_kernels.formats import FORMATS, ROUNDINGS
 from attention_kernels.linear_recipes import (
     LINEAR_RECIPES,
+    OUTPUTS,
     LinearOperand,
     LinearProduct,
+    LinearRecipe,
     linear_recipe_named,
 )
+from tests.kernels.recipe_texts import WRITTEN_OUT
 
 NVFP4 = LINEAR_RECIPES["nvfp4"]
 
@@ -80,3 +87,129 @@ def _both(**changes):
 def test_a_recipe_that_contradicts_itself_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         replace(NVFP4, **changes)
+
+
+@pytest.mark.parametrize("name", LINEAR_RECIPES)
+def test_a_published_recipe_can_be_written_in_its_parts(name):
+    found, published = linear_recipe_named(WRITTEN_OUT[name]), LINEAR_RECIPES[name]
+    assert found.name == WRITTEN_OUT[name]
+    assert replace(found, name=name, source=published.source) == published
+
+
+def test_parts_are_one_recipe_however_they_are_spelled():
+    wanted = "forward=mxfp4 dgrad=mxfp8+stochastic/mxfp8 wgrad=mxfp8 last_blocks=0.1"
+    for text in (
+        wanted,
+        "  all=mxfp8   last_blocks=.10 dgrad=mxfp8+stochastic/mxfp8+nearest_even forward=mxfp4 ",
+        "weight_gradient=fp32 output=bf16 wgrad=mxfp8/mxfp8 all=mxfp4+rotated0 "
+        "dgrad=mxfp8+rotated0+stochastic/mxfp8 last_blocks=1e-1",
+    ):
+        assert linear_recipe_named(text) == linear_recipe_named(wanted)
+        assert linear_recipe_named(text).name == wanted
+    others = (
+        wanted.replace("+stochastic", ""),
+        wanted.replace("mxfp8+stochastic/mxfp8", "mxfp8/mxfp8+stochastic"),
+        wanted.replace("0.1", "0.2"),
+        f"{wanted} output=fp32",
+    )
+    assert len({linear_recipe_named(text).name for text in (wanted, *others)}) == 5
+
+
+@pytest.mark.parametrize("encoding", [*BLOCK_RECIPES, *(n for n in FORMATS if n != "fp64")])
+def test_each_block_recipe_and_format_may_be_every_operand(encoding):
+    recipe = linear_recipe_named(f"all={encoding}")
+    assert {each for _, each in recipe.operands()} == {LinearOperand(encoding=encoding)}
+
+
+_ENCODINGS = st.sampled_from([*BLOCK_RECIPES, "mxfp6-e3m2-even", "bf16", "e4m3-saturate", "e3m4"])
+_OPERANDS = st.builds(LinearOperand, encoding=_ENCODINGS, rounding=st.sampled_from(ROUNDINGS))
+
+
+@st.composite
+def _products(draw, with_stored=False):
+    size = draw(st.sampled_from([0, 1, 16, 4096]))
+    left, right = (replace(draw(_OPERANDS), rotation=size) for _ in range(2))
+    return LinearProduct(left, replace(right, of_forward=with_stored and draw(st.booleans())))
+
+
+@given(
+    recipe=st.builds(
+        LinearRecipe,
+        name=st.just("drawn"),
+        forward=_products(),
+        dgrad=_products(),
+        wgrad=_products(with_stored=True),
+        output=st.sampled_from(OUTPUTS),
+        weight_gradient=st.sampled_from(OUTPUTS),
+        last_blocks=st.floats(0, 0.999),
+    )
+)
+def test_every_recipe_of_named_blocks_has_a_text_that_gives_it_back(recipe):
+    """Written as a user would, each operand of its own."""
+    found = linear_recipe_named(" ".join(_parts_of(recipe)))
+    assert replace(found, name="drawn") == recipe
+    assert linear_recipe_named(found.name) == found
+
+
+def _parts_of(recipe):
+    for name in ("wgrad", "forward", "dgrad"):
+        told = (
+            f"{each.encoding}+rotated{each.rotation}+{each.rounding}"
+            + "+of_forward" * each.of_forward
+            for each in getattr(recipe, name)
+        )
+        yield f"{name}={'/'.join(told)}"
+    for name in ("last_blocks", "output", "weight_gradient"):
+        yield f"{name}={getattr(recipe, name)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mxfp4", "got 'mxfp4'; nearest: mxfp8, .*; in every product: all=mxfp4"),
+        ("forward=mxfp4", "must give .* got none of dgrad, wgrad in 'forward=mxfp4'"),
+        ("foward=mxfp4", "parts called all, forward, .* got 'foward=mxfp4'; nearest: forward"),
+        (
+            "all=mxfp4 stochastic",
+            "must be in parts .* each as NAME=VALUE .* got 'stochastic'",
+        ),
+        ("all=mxfp4 all=mxfp8", "must give all once, got it twice"),
+        ("all=mxfp4/mxfp8", "all must be one operand, got 'mxfp4/mxfp8'; a pair is of one product"),
+        ("all=mxfp4 dgrad=mxfp8/mxfp8/mxfp8", "dgrad must be one operand or LEFT/RIGHT, got 'mxf"),
+        ("all=mxpf4", "all must be in a block recipe or a format, got 'mxpf4'; nearest: mxfp4"),
+        ("all=mxfp4 wgrad=/mxfp8", "wgrad must be in a block recipe or a format, got ''"),
+        ("all=fp64", "all must be in a format that FP32 holds, got 'fp64'"),
+        (
+            "all=mxfp4+stochstic",
+            r"all must have after a \+ one .* 'stochstic'; nearest: stoch",
+        ),
+        ("all=mxfp4+rotated8192", "rotated<size up to 4096>, .* got 'rotated8192'"),
+        ("all=mxfp4+rotated12", "forward.left must be rotated by a power of two or 0"),
+        ("all=mxfp4+stochastic+away", "all must say rounding once, got 'mxfp4.stochastic.away'"),
+        ("all=mxfp4+of_forward", "forward.left must be of_forward in the x of wgrad alone"),
+        ("all=mxfp8 wgrad=mxfp8+rotated16/mxfp8", "wgrad must be .* with the same rotation"),
+        ("all=mxfp8 output=e4m3", "output must be one of bf16, fp16, fp32, got 'e4m3'"),
+        ("all=mxfp8 last_blocks=two", "last_blocks must be a number, got 'two'"),
+        ("all=mxfp8 last_blocks=nan", "last_blocks must be from 0 to below 1, got nan"),
+        ("fp8_delayed", "must have scales of the values at hand, got 'fp8_delayed': delayed ones"),
+        ("all=delayed-e4m3", "all must have .* got 'delayed-e4m3': .* use the blocks fp8_per_ten"),
+    ],
+)
+def test_what_is_no_recipe_in_parts_is_refused_with_what_is_wrong_in_it(text, message):
+    with pytest.raises(ValueError, match=message):
+        linear_recipe_named(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "formats"),
+    [
+        ("all=mxfp4", {"bf16", "fp32"}),
+        ("all=mxfp4 dgrad=e4m3/mxfp4", {"e4m3", "bf16", "fp32"}),
+        ("all=mxfp4 wgrad=e5m2/mxfp4", {"e5m2", "bf16", "fp32"}),
+        ("all=mxfp4 forward=e4m3 dgrad=mxfp4/e4m3", {"bf16", "fp32"}),
+        ("all=mxfp4 output=fp16", {"fp16", "fp32"}),
+        ("all=mxfp4 weight_gradient=fp16", {"bf16", "fp16"}),
+    ],
+)
+def test_gradients_without_a_scale_of_their_own_are_known(text, formats):
+    assert {each.name for each in linear_recipe_named(text).unscaled_gradients()} == formats

@@ -3,6 +3,9 @@
 The reference is written from the sources and shares no code with what it judges: casts are those of
 ml_dtypes, Hadamard's matrix is made of the parity of its indices. Values are multiples of 1/16, so
 a rotation is exact in FP32 and no tie can fall to either side.
+
+Recipes in parts are held to the bit against `quantize` of each operand, which has tests of its own,
+and a product in FP32.
 """
 
 from dataclasses import replace
@@ -13,14 +16,22 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from attention_kernels.block_recipes import BLOCK_RECIPES
+from attention_kernels.block_scaling import dequantize, quantize
 from attention_kernels.linear_recipes import (
     LINEAR_RECIPES,
     LinearOperand,
     LinearProduct,
     LinearRecipe,
+    linear_recipe_named,
 )
+from attention_kernels.points import LINEAR_STREAM
+from attention_kernels.random_bits import bits_after
 from attention_kernels.recipe_linear import recipe_linear
 from attention_kernels.rotation import rotation
+from attention_kernels.rounding import round_to
+from attention_kernels.rounding_key import draws_of
+from tests.kernels.recipe_texts import WRITTEN_OUT
 
 F32 = np.float32
 CASTS = {
@@ -373,3 +384,69 @@ def test_a_single_vector_and_one_dimension_of_rows_are_layers_too():
     rows = recipe_linear(X[0], WEIGHT, BIAS, recipe)
     assert torch.equal(recipe_linear(X, WEIGHT, BIAS, recipe)[0], rows)
     assert torch.equal(recipe_linear(X[0, 3], WEIGHT, BIAS, recipe), rows[3])
+
+
+PLACES = tuple(f"{product}.{side}" for product in PUBLISHED["mxfp8"] for side in ("left", "right"))
+_MIXED = ("mxfp4", "mxfp6-e2m3", "mxfp8-e5m2 drawn", "fp8_per_row", "mxint8-even", "nvfp4_4over6")
+_TURNED = ("mxfp4 drawn", "deepseek_128x128-ceil", "mxfp8 drawn", "mxfp6-e3m2")
+_TURNED += ("nvfp4 drawn rotated", "mxfp4-even rotated")
+_FORMATS = ("e4m3-saturate format", "bf16 format", "e5m2 format", "fp32 format")
+_FORMATS += ("e3m4-saturate format", "tf32 format")
+WRITTEN = {f"all={name}": (name,) * 6 for name in BLOCK_RECIPES} | {
+    "forward=mxfp4/mxfp6-e2m3 dgrad=mxfp8-e5m2+stochastic/fp8_per_row "
+    "wgrad=mxint8-even/nvfp4_4over6": _MIXED,
+    "forward=mxfp4+stochastic/deepseek_128x128-ceil dgrad=mxfp8+stochastic/mxfp6-e3m2 "
+    "wgrad=nvfp4+stochastic+rotated16/mxfp4-even+rotated16": _TURNED,
+    "forward=e4m3-saturate/bf16 dgrad=e5m2/fp32 wgrad=e3m4-saturate/tf32": _FORMATS,
+}
+"""Recipes by their text, and what each of PLACES is in by it."""
+
+
+def by_blocks(x, axis, place, told):
+    """`x` as the operand of one place, quantized by what quantizes any tensor."""
+    name, *words = told.split()
+    if "rotated" in words:
+        assert axis == 0
+        x = torch.from_numpy(rotated(x.numpy()))
+    if "format" in words:
+        return round_to(x, name)
+    rows, columns = (torch.arange(length) for length in x.shape)
+    stream = LINEAR_STREAM, PLACES.index(place), 0
+    drawn = bits_after(draws_of(0, KEY).word, *stream, rows[:, None], columns)
+    options = {"rounding": "stochastic", "bits": drawn} if "drawn" in words else {}
+    return dequantize(quantize(x, name, axis, partial=True, **options))
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_recipe_in_parts_multiplies_what_its_blocks_make_of_each_operand_to_the_bit(text):
+    x, dy = X.flatten(0, 1), DY.flatten(0, 1)
+    axes = dict(zip(PLACES, (1, 1, 1, 0, 0, 0), strict=True))
+    values = dict(zip(PLACES, (x, WEIGHT, dy, WEIGHT, dy, x), strict=True))
+    told = dict(zip(PLACES, WRITTEN[text], strict=True))
+    of = {place: by_blocks(values[place], axes[place], place, told[place]) for place in PLACES}
+    wanted = {
+        "forward": torch.nn.functional.linear(of["forward.left"], of["forward.right"], BIAS),
+        "dgrad": of["dgrad.left"] @ of["dgrad.right"],
+        "wgrad": of["wgrad.left"].T @ of["wgrad.right"],
+    }
+    found = computed(linear_recipe_named(f"{text} output=fp32"), rounding_key=KEY)
+    for product, values in wanted.items():
+        assert torch.equal(found[product].flatten(0, -2), values), product
+
+
+def test_results_of_a_recipe_in_parts_have_the_formats_that_it_says():
+    text = "all=mxfp8 output="
+    wide = computed(linear_recipe_named(f"{text}fp32"))
+    narrow = computed(linear_recipe_named(f"{text}fp32 weight_gradient=bf16"))
+    assert torch.equal(narrow["wgrad"], wide["wgrad"].bfloat16().float())
+    assert torch.equal(narrow["forward"], wide["forward"])
+    half = computed(linear_recipe_named(f"{text}fp16"), X / 16)["forward"]
+    assert torch.equal(half, computed(linear_recipe_named(f"{text}fp32"), X / 16)["forward"].half())
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_the_parts_of_a_published_recipe_give_its_bits(name):
+    published = computed(LINEAR_RECIPES[name], rounding_key=KEY)
+    own = computed(linear_recipe_named(WRITTEN_OUT[name]), rounding_key=KEY)
+    for product, values in own.items():
+        assert torch.equal(values, published[product]), product
