@@ -53,7 +53,7 @@ BLOCKS = {
     "docs/policy.md": {"sh": 1, "yaml": 1},
     "docs/adopt.md": {"sh": 2},
     "docs/extend.md": {"sh": 1, "python": 4, "toml": 1, "yaml": 1, "diff": 2},
-    "docs/study.md": {"sh": 1, "": 1},
+    "docs/study.md": {"sh": 1, "": 1, "yaml": 1},
     "docs/look.md": {"sh": 2},
     "docs/instrument.md": {"sh": 1, "python": 3},
     "docs/layouts.md": {"yaml": 1},
@@ -73,9 +73,12 @@ A_COMMAND = "test_pages.py::test_a_command_is_one_that_its_program_takes"
 # what sets up a clone is of no other test: that one takes the commands of all pages
 blocks_for(A_COMMAND, "README.md", "sh", having="^make demo")
 blocks_for(A_COMMAND, "CONTRIBUTING.md", "sh")
-ARMS_SHOWN = blocks_for(
-    "test_pages.py::test_arms_of_a_page_are_a_studys", "docs/layouts.md", "yaml"
-)
+ARMS_OF = {"docs/layouts.md": "layouts.yaml", "docs/study.md": "quickstart.yaml"}
+ARMS_SHOWN = [
+    (study, block)
+    for page, study in ARMS_OF.items()
+    for _, block in blocks_for("test_pages.py::test_arms_of_a_page_are_a_studys", page, "yaml")
+]
 
 
 def _all_taken():
@@ -348,12 +351,12 @@ def _expand(content, path):
 
 
 def test_arms_of_a_page_are_a_studys(tmp_path):
-    """Of docs/layouts.md."""
-    for _, block in ARMS_SHOWN:
-        content, path = _study("layouts.yaml", tmp_path)
+    """Of docs/layouts.md and docs/study.md."""
+    for study, block in ARMS_SHOWN:
+        content, path = _study(study, tmp_path)
         content |= yaml.safe_load(block)
         path.write_text(yaml.safe_dump(content))
-        assert {arm.name for arm in expand(load_study(path))} == set(content["arms"])
+        assert {arm.name for arm in expand(load_study(path))} == {"baseline", *content["arms"]}
 
 
 def test_a_value_of_a_commands_base_is_one(tmp_path):

@@ -364,7 +364,7 @@ class ArmConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     precision: str = "bf16-mixed"
     """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, `emulated:<format>` or
-    `recipe:<name>`; single modules' own as `config.precision` says, e.g.
+    `recipe:<name or parts>`; single modules' own as `config.precision` says, e.g.
     `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
     start: str = ""

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import baseline_attention
-from attention_kernels.linear_recipes import LINEAR_RECIPES
+from attention_kernels.linear_recipes import LINEAR_RECIPES, linear_recipe_named
 from attention_kernels.recipe_linear import recipe_linear
 from stability.config.model import layer_names
 from stability.config.precision import parse_precision
@@ -52,9 +52,10 @@ def _number(model, name):
     return [each for each, _ in model.named_modules()].index(name)
 
 
-def test_a_module_is_computed_by_the_recipe_from_what_the_default_gives_it():
+@pytest.mark.parametrize("recipe", ["nvfp4", "all=mxfp4 dgrad=fp8_per_row-e5m2+stochastic/mxfp8"])
+def test_a_module_is_computed_by_the_recipe_from_what_the_default_gives_it(recipe):
     keys = RoundingKeys(seed=7, step=3, call=1, first_batch=4)
-    model = _model("bf16-mixed, *.mlp_*=recipe:nvfp4", keys)
+    model = _model(f"bf16-mixed, *.mlp_*=recipe:{recipe}", keys)
     look = ["blocks.layer_1.mlp_up", "blocks.layer_1.mlp_residual", "blocks.layer_0.query"]
     grads, seen = _trained(model, look)
     for name in look[:2]:
@@ -63,7 +64,7 @@ def test_a_module_is_computed_by_the_recipe_from_what_the_default_gives_it():
             t.detach().requires_grad_() for t in (found["x"], linear.weight, linear.bias)
         )
         key = (7, 3, _number(model, name), 1, 4, 0, 0)
-        y = recipe_linear(x, weight, bias, LINEAR_RECIPES["nvfp4"], rounding_key=key)
+        y = recipe_linear(x, weight, bias, linear_recipe_named(recipe), rounding_key=key)
         assert torch.equal(found["y"], y)
         assert found["y"].dtype == torch.bfloat16
         y.backward(found["dy"])
@@ -232,3 +233,6 @@ def test_a_recipe_of_a_module_that_multiplies_nothing_is_refused():
 def test_a_recipe_asks_for_no_loss_scaler():
     assert precision_plugins("recipe:nvfp4", CPU) == []
     assert precision_plugins("bf16-mixed, x=recipe:fp8_current", CPU) == []
+    assert precision_plugins("bf16-mixed, x=recipe:all=mxfp4", CPU) == []
+    for text in ("recipe:all=e5m2", "bf16-mixed, x=recipe:all=mxfp4 output=fp16"):
+        assert [each.precision for each in precision_plugins(text, CPU)] == ["16-mixed"]

@@ -59,6 +59,39 @@ def test_a_run_by_a_recipe_is_a_proven_pair_and_its_rerun_is_exactly_zero(
     assert of["blocks.layer_1.query"] == of[""] == {"bfloat16"}, "the last block and the output"
 
 
+PARTS = {"forward": "mxfp4", "dgrad": "mxfp8+stochastic/mxfp8", "wgrad": "mxfp8+stochastic/mxfp8"}
+TEXT = f"recipe:{' '.join(f'{name}={part}' for name, part in PARTS.items())}"
+
+
+@pytest.mark.slow
+def test_runs_by_recipes_in_parts_are_arms_of_their_own_however_they_are_spelled(
+    write_study, run_tiny, tmp_path
+):
+    turned = dict(reversed(PARTS.items()))
+    arms = {
+        "parts": {"precision": {"*.mlp_*": PARTS}},
+        "spelled": {"precision": {"*.mlp_*": turned | {"forward": "mxfp4/mxfp4"}}},
+        "nearest": {"precision": {"*.mlp_*": PARTS | {"dgrad": "mxfp8", "wgrad": "mxfp8"}}},
+    }
+    study = load_study(write_study(_arms(**arms)))
+    assert {end[2:] for end in run_tiny(study, tmp_path).ended} == {("finished", "")}
+    bits = {arm: recorded_bits(_run(tmp_path, arm).root) for arm in arms}
+    weights = {
+        arm: {name: b for name, b in of.items() if name.endswith(".safetensors")}
+        for arm, of in bits.items()
+    }
+    assert weights["parts"] == weights["spelled"] != weights["nearest"]
+    manifest = read_manifest(_run(tmp_path, "parts").manifest)
+    assert manifest.diff == {"precision": ["bf16-mixed", f"bf16-mixed, *.mlp_*={TEXT}"]}
+    assert manifest.diff == read_manifest(_run(tmp_path, "spelled").manifest).diff
+    proof = prove_pair(_run(tmp_path, "parts"), _run(tmp_path, "nearest"))
+    assert (proof.state, proof.axes) == ("holds", ("precision",))
+    rows = read_witness(_run(tmp_path, "parts").witness).rows
+    of = {row.module: set(row.operands) for row in rows if row.part == "linear"}
+    assert of["blocks.layer_1.mlp_up"] == {"float32"}
+    assert of["blocks.layer_1.query"] == {"bfloat16"}
+
+
 def test_a_module_that_the_recipe_did_not_compute_fails_the_run(
     write_study, run_tiny, tmp_path, monkeypatch
 ):
@@ -77,8 +110,11 @@ def test_a_module_that_the_recipe_did_not_compute_fails_the_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(write_study, run_tiny, tmp_path):
-    edit = _arms("recipe:nvfp4", rerun={})
+@pytest.mark.parametrize("precision", ["recipe:nvfp4", TEXT])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(
+    write_study, run_tiny, tmp_path, precision
+):
+    edit = _arms(precision, rerun={})
     study, root = load_study(write_study(edit), {"train.checkpoint_every": "3"}), tmp_path / "tiny"
     run_tiny(study, tmp_path)
     whole = recorded_bits(root)
