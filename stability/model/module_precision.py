@@ -8,8 +8,8 @@ is replaced by the module's:
 - `emulated:<format>`: what arrives is widened, and each `F.linear` inside rounds to the format
   (`precision.EmulatedLinear`), forward and backward. Another product in there would go unrounded,
   so it is refused;
-- `recipe:<name>`: each `F.linear` inside is computed by the recipe (`precision.RecipeLinear`), and
-  all else as the default does. Other products are refused as well.
+- `recipe:<name or parts>`: each `F.linear` inside is computed by the recipe
+  (`precision.RecipeLinear`), and all else as the default does. Other products are refused as well.
 
 All that a module calls inside computes so too, but for modules that have another precision, and
 attention: that keeps the rounding points of its own and is given q, k and v in the default's

@@ -168,7 +168,7 @@ def _parts_of(recipe):
     [
         ("mxfp4", "got 'mxfp4'; nearest: mxfp8, .*; in every product: all=mxfp4"),
         ("forward=mxfp4", "must give .* got none of dgrad, wgrad in 'forward=mxfp4'"),
-        ("foward=mxfp4", "parts called all, forward, .* got 'foward=mxfp4'; nearest: forward"),
+        ("forwards=mxfp4", "parts called all, forward, .* got 'forwards=mxfp4'; nearest: forward"),
         (
             "all=mxfp4 stochastic",
             "must be in parts .* each as NAME=VALUE .* got 'stochastic'",
