@@ -15,7 +15,7 @@ import re
 import select
 import sys
 import textwrap
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -87,11 +87,15 @@ class _Parser(jsonargparse.ArgumentParser):
 
     takes_command = False
     """Whether the verb takes a command, and none was given after `--`."""
+    options: Sequence[str] = ()
+    """The verb's long options, as its help names them."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = message.partition(_UNKNOWN)[2]
         if self.takes_command and unknown and not unknown.startswith("-"):
             message += "; a command comes last, after ` -- `, as in `-- python train.py`"
+        else:
+            message += _did_you_mean(unknown, self.options, self.prog)
         _fail(_in_plain_words(message))
 
 
@@ -183,14 +187,17 @@ def _run_verb(verb: str, words: list[str]) -> int:
     _let_idle_threads_sleep(words)
     module = importlib.import_module(VERBS[verb][0])
     command = getattr(module, verb)
-    parser = _Parser(prog=f"stability {verb}", formatter_class=HelpFormatter)
+    # without abbreviations, since a misspelt option that begins as another one would be that one
+    parser = _Parser(prog=f"stability {verb}", formatter_class=HelpFormatter, allow_abbrev=False)
     # `overrides` and `changes` collect options whose names no signature can list, such as
     # `--train.steps 50`, and `words` a command that follows `--`. A verb that takes them has a
     # `split_options`, which parses them.
     parser.add_function_arguments(
         command, as_positional=True, skip={"overrides", "changes", "words", "env"}
     )
-    parser.takes_command = "words" in inspect.signature(command).parameters and "--" not in words
+    names = inspect.signature(command).parameters
+    parser.takes_command = "words" in names and "--" not in words
+    parser.options = _long_options(names)
     further: dict[str, Any] = {}
     parser.epilog = end_of_help(verb)
     if "split_options" in vars(module):
@@ -281,6 +288,28 @@ def _in_plain_words(message: str) -> str:
     if kind := re.search(r"Expected a <class '(\w+)'>", text):
         return f"{option} must be {_KINDS.get(kind[1], kind[1])}, got {value!r}"
     return message
+
+
+def _long_options(names: Iterable[str]) -> list[str]:
+    """Return the options of a verb whose function has parameters of these `names`."""
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in names
+        if name not in ("overrides", "changes", "words")
+    ]
+
+
+def _did_you_mean(unknown: str, options: Sequence[str], command: str) -> str:
+    """Return "; did you mean --quick?" for `unknown` words as "--quik", or where `command` lists.
+
+    Empty where no word is a long option.
+    """
+    names = [word.partition("=")[0].replace("_", "-") for word in unknown.split()]
+    names = [name for name in names if name.startswith("--")]
+    near = [x for name in names for x in difflib.get_close_matches(name, options, 1, cutoff=0.7)]
+    if near:
+        return f"; did you mean {', '.join(dict.fromkeys(near))}?"
+    return f"; its options are listed by `{command} --help`" if names else ""
 
 
 def _overview() -> str:

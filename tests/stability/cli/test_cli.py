@@ -90,6 +90,22 @@ def test_unknown_option_is_refused(write_study, refuse):
     assert "--wandbb" in refuse("run", write_study(), "--wandbb", "offline")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("check", "flash:fa2", "--quik"), "--quik; did you mean --quick?"),
+        (("run", "study.yaml", "--check_observr=true"), "; did you mean --check-observer?"),
+        (("init", "--stps", "5"), "--stps 5; did you mean --steps?"),
+        (("init", "--templat", "kernel"), "--templat kernel; did you mean --template?"),
+        (("record", "--study", "s", "--evn", "A=1", "--", "x"), "--evn A=1; did you mean --env?"),
+        (("run", "study.yaml", "--quik"), "; its options are listed by `stability run --help`"),
+    ],
+)
+def test_a_misspelt_option_names_the_nearest_of_its_verb(refuse, words, said):
+    """Also one that begins as another: it is a mistake, and no abbreviation."""
+    assert refuse(*words).endswith(f"{said}\n")
+
+
 def test_missing_study_file_is_refused(refuse):
     assert "nowhere.yaml" in refuse("run", "nowhere.yaml")
 
