@@ -30,6 +30,7 @@ from stability.recorder.spooled import Spooled, read_spool
 from stability.study.cost_estimate import REPORT_BYTES
 from stability.study.foreign import RunFailedError, commanded
 from stability.study.foreign_plan import ForeignRun
+from stability.study.named_functions import check_named_functions
 from stability.study.run_commands import folder_of
 
 __all__ = ["CommandCost", "CommandTrial", "cost_of_commands", "time_command"]
@@ -111,10 +112,12 @@ def cost_of_commands(
 ) -> CommandCost:
     """Return what `runs`, of `plan_commands`, take from their beginning.
 
-    `told` is given a line before each trial, which takes seconds to minutes. ValueError, naming the
-    arm, for a command that fails, or makes less updates than a trial.
+    `told` is given a line before each trial, which takes seconds to minutes. ValueError, before the
+    first one, for a function that is named and not there; and, naming the arm, for a command that
+    fails, or makes less updates than a trial.
     """
     first = runs[0].seed
+    check_named_functions(runs, {run.arm: folder_of(run) for run in runs if run.seed == first})
     keys = {run.arm: _key(run) for run in runs if run.seed == first}
     trials: dict[str, CommandTrial] = {}
     by_arm, by_seed = dict.fromkeys(keys, 0.0), dict.fromkeys((run.seed for run in runs), 0.0)

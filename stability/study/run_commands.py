@@ -40,6 +40,7 @@ from stability.study.foreign import RunFailedError, measure_seed, measure_study,
 from stability.study.foreign_assay import assay_commands
 from stability.study.foreign_plan import ForeignRun, check_attention_name, check_free
 from stability.study.late_start import check_checkpoint, checkpoint_entry
+from stability.study.named_functions import check_named_functions
 from stability.study.run import RunConflictError
 from stability.study.window import freeze_window
 from stability.study.worktree import checkout, commit_of, repository
@@ -91,6 +92,7 @@ def run_commands(
         if not run.is_kept and run.baseline is not None and run.baseline.manifest.exists():
             checkpoint_entry(run)
     folders = {run.arm: folder_of(run) for run in runs[: len(study.arms)]}
+    check_named_functions(runs, folders)
     _refuse_edited(runs, folders)
     content = _content(study, runs)
     folder = StudyPaths(out / study.name)
@@ -116,6 +118,7 @@ def run_commands(
         )
         observer.run_ended(run.arm, run.seed, state, message)
         if run.arm == BASELINE and state not in ENDED:
+            _stop_at_held_out(run, message, is_first=not any(x.is_kept for x in runs))
             failed.add(run.seed)
         if run.seed not in failed:
             for note in measure_study(run):
@@ -132,6 +135,24 @@ def run_commands(
             observer.assay_advanced,
         )
     return runs
+
+
+def _stop_at_held_out(run: ForeignRun, message: str, *, is_first: bool) -> None:
+    """ValueError if a baseline has failed in the held-out loss of the user's, which all runs call.
+
+    Not where a run was recorded with it: there it is that seed's own trouble.
+    """
+    # how each of `inside.held_out`'s errors begins
+    if (
+        is_first
+        and ":" in run.asked.held_out
+        and f"held_out: {run.asked.held_out} must " in message
+    ):
+        raise ValueError(
+            "base.held_out: must be MODULE:FUNCTION that takes the model and returns its mean loss "
+            f"as one number, got {run.asked.held_out!r}, in which {run.arm}, seed {run.seed}, has "
+            f"failed; no other run was begun, since each would fail in it: see {run.paths.output}"
+        )
 
 
 def _measure_kept(runs: Sequence[ForeignRun], observer: StudyObserver) -> None:

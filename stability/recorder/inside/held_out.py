@@ -37,7 +37,14 @@ class HeldOutLoss:
         before = list(map(version_of, tensors))
         eager: Any = torch.compiler.disable
         with evaluating(inner):
-            loss = eager(self._function)(inner)
+            try:
+                loss = eager(self._function)(inner)
+            except Exception as error:  # a user's function may raise anything
+                said = f"{type(error).__name__}: {error}".replace("\n", " ")
+                raise ValueError(
+                    f"held_out: {self._name} must return the mean loss of the model that it is "
+                    f"given, raised {said}"
+                ) from error
         _reshard(inner)
         if list(map(version_of, tensors)) != before:
             raise ValueError(f"held_out: {self._name} must change no weight or buffer of the model")
@@ -117,9 +124,13 @@ def _imported(name: str) -> Callable[[nn.Module], Any]:
         if here not in sys.path:
             sys.path.append(here)  # as the last: it hides nothing of the script's
         found = getattr(importlib.import_module(place), attribute)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        said = (
+            "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+        )
         raise ValueError(
-            f"held_out: {name} must be a function that the script's process can import: {error}"
+            f"held_out: {name} must be a function that the script's process can import: "
+            f"{said}{error}"
         ) from error
     if not callable(found):
         raise ValueError(f"held_out: {name} must be a function, got {type(found).__name__}")
