@@ -98,7 +98,7 @@ def record_arm(
     asked = Asked(
         seed=_at_least(0, "seed", seed),
         steps=_at_least(0, "steps", steps),
-        snapshot_steps=_listed_steps(snapshots),
+        snapshot_steps=_listed_steps(snapshots, steps),
         deterministic=deterministic,
         attention=attention,
         held_out=held_out,
@@ -172,13 +172,19 @@ def _at_least(least: int, name: str, value: int) -> int:
     return value
 
 
-def _listed_steps(text: str) -> list[int]:
+def _listed_steps(text: str, end: int) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdigit() and int(word) for word in words):
         raise ValueError(
             f"record: snapshots must be whole numbers from 1, such as 10,100, got {text!r}"
         )
-    return sorted({int(word) for word in words})
+    steps = sorted({int(word) for word in words})
+    if end and steps and steps[-1] > end:
+        raise ValueError(
+            f"record: snapshots must not lie beyond the end of training, step {end} as --steps "
+            f"says, got {steps[-1]}"
+        )
+    return steps
 
 
 def option_help() -> str:

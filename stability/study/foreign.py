@@ -347,6 +347,7 @@ def _seen(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
         "start_parts": dict(spooled.start_parts),
         "notes": [
             *spooled.notes,
+            *_snapshot_notes(run, spooled),
             *start_notes(run, spooled),
             *_attention_notes(run, spooled),
             *witness_notes(spooled),
@@ -390,6 +391,15 @@ def _log_updates(writer: RunWriter, spooled: Spooled, git: Mapping[str, str]) ->
     witness = recorded_witness(spooled, git)
     if witness is not None:
         writer.witnessed(witness)
+
+
+def _snapshot_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
+    """Return which snapshots that were asked for lie beyond the end, where it was not planned."""
+    late = [step for step in run.asked.snapshot_steps if step > spooled.step]
+    if not late:
+        return []
+    steps = ", ".join(map(str, late))
+    return [f"no snapshot after {steps} updates, as asked for: training ended after {spooled.step}"]
 
 
 def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:

@@ -113,6 +113,10 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("arms.drifts", {}), "arms: 'drifts' is reserved"),
         (_set("base.data", {"workers": 1e6}), "base.data.workers: must be a whole number"),
         (
+            _set("base.train.snapshot_steps", [2, 5, 11]),
+            r"base.train.snapshot_steps: must not lie beyond the end of training, step 10, got 11",
+        ),
+        (
             _set("base.train.snapshot_steps", [2, 5, 2]),
             r"base.train.snapshot_steps: must not hold a step twice, got \[2, 5, 2\]; it is step 2",
         ),

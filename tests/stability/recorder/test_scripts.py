@@ -165,3 +165,18 @@ def hold_to_witnesses(study: Recording, *, is_compiled: bool) -> None:
         names = study.manifest(arm).resolved["names"]
         assert all(any(name.startswith(row.module) for name in names) for row in linear)
         assert not [row for row in witness.rows if row.part == "unowned"]
+
+
+def test_a_snapshot_past_the_end_is_told_and_not_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the command starts where its end is given, and with the record where it is not."""
+    study = Recording(tmp_path, words("plain.py", "--steps", "3"))
+    given = ("--snapshots", "2,50")
+    assert study.record("baseline", options=(*given, "--steps", "3")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "record: snapshots must not lie beyond the end of training, step 3" in said
+    assert not study.folder.exists()
+    assert study.record("baseline", options=given) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no snapshot after 50 updates, as asked for: training ended after 3" in said
