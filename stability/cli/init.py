@@ -36,6 +36,13 @@ TRIAL = 2
 STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _A_REFERENCE = "a reference"
+_A_MILDER = "a milder broken arm"
+_NO_PROOF = (
+    "It is written, but a run that stops so is no proof that harm is seen: give it a value with "
+    "which the command trains to its end, only worse"
+)
+_REJECTED = "the command ended with exit code 2: "
+"""How a trial ends whose script does not take a flag or its value, as argparse's."""
 _SEEDED = (
     "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
     "another seed makes another run"
@@ -68,8 +75,10 @@ def init(
     The study has a baseline, a rerun and a nudge, and places for a candidate, a reference and a
     broken arm; --candidate and --broken fill in theirs, and with --attention these are the
     attention and the same with a planted fault. A reference is written where a flag of the command
-    is known to ask for low precision. A candidate and a broken arm are tried too, for one update.
-    Exit code 1 if a trial is no training that can be recorded, or has no attention to replace.
+    is known to ask for low precision. A candidate and a broken arm are tried too, for one update;
+    a broken arm that stops in it is written, and told. Exit code 1 if another trial is no training
+    that can be recorded, or has no attention to replace. Of what the command prints in its trials
+    that of the first one is shown.
 
     Args:
         name: the study's name, by default the template's, or my_study
@@ -106,12 +115,13 @@ def init(
             trials, found = _tried(_Trials(Path(folder), given, env or {}, attention))
             said = "" if has_seed else trials.of_seed()
             why_not = trials.of_reference(text(), found.hashes["init_weights"])
-            trials.of_arms(text(), arms)
+            stopped = trials.of_arms(text(), arms)
         except RunFailedError as error:
             print_line(f"FAILED: {error}")
             return FAILS
     notes = [said, why_not and f"no reference is written: {why_not}"]
-    _print_seen(found.resolved, [*notes, "" if trials.has_loss else _NO_GRADIENT])
+    notes += ["" if trials.has_loss else _NO_GRADIENT, stopped]
+    _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
     written = text(is_seeded=is_seeded, has_reference=not why_not, has_loss=trials.has_loss)
@@ -123,7 +133,7 @@ def init(
             "shell is in neither"
         )
     print_line(f"every run ends after {steps} updates, {end}")
-    _print_next(to, _to_fill_in(written), attention)
+    _print_next(to, [*_to_fill_in(written), *([_A_MILDER] if stopped else [])], attention)
     return HOLDS
 
 
@@ -186,12 +196,18 @@ class _Trials:
         words: Sequence[str] = (),
         steps: int = TRIAL,
     ) -> "Manifest":
-        """Record the command, or other `words`; RunFailedError if it is no training."""
+        """Record the command, or other `words`; RunFailedError if it is no training.
+
+        What the command prints is shown of the first trial, below a line that says so; of others,
+        which print the same again, that line alone.
+        """
         from stability.recorder.launch import Asked  # heavy
         from stability.study.foreign import record_command
         from stability.study.foreign_plan import plan_run
 
         given = words or self.words
+        is_first = not any(self.folder.iterdir())
+        print_line(_told_of_trial(study, seed, steps, is_first=is_first))
         swapped = "" if words else self.attention
         probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_loss))
         run = plan_run(
@@ -204,7 +220,8 @@ class _Trials:
             words=given,
             env=self.env,
         )
-        return record_command(run)
+        output = None if is_first else self.folder / "output.txt"
+        return record_command(run, output=output)
 
     def of_seed(self) -> str:
         """Return what is to be said of the command, given another seed beforehand."""
@@ -243,25 +260,40 @@ class _Trials:
             else f"`{shlex.join(masked_words(words))}` starts from other weights, or another dtype"
         )
 
-    def of_arms(self, text: str, arms: Iterable[str]) -> None:
-        """Record an update of each of `arms` that `text` has; RunFailedError, naming the arm."""
+    def of_arms(self, text: str, arms: Iterable[str]) -> str:
+        """Record an update of each of `arms` that `text` has; RunFailedError, naming the arm.
+
+        Return what is to be said of a broken arm that stops in it, but for a flag that its script
+        does not take: harm may stop a training, and a mistake in a name is no harm.
+        """
         from stability.study.foreign import RunFailedError  # heavy
 
+        stopped = ""
         for arm in arms:
             words = self._words_of_arms(text)[arm]
             try:
                 self.record(study=arm, words=words, steps=1)
             except RunFailedError as error:
                 why = str(error).partition(": ")[2]  # which begins with the run
-                raise RunFailedError(
-                    f"--{arm}: `{shlex.join(masked_words(words))}`: {why}"
-                ) from error
+                said = f"--{arm}: `{shlex.join(masked_words(words))}`: {why}"
+                if arm != "broken" or why.startswith(_REJECTED):
+                    raise RunFailedError(said) from error
+                stopped = f"the broken arm stopped in its trial, {said}. {_NO_PROOF}"
+        return stopped
 
     def _words_of_arms(self, text: str) -> dict[str, list[str]]:
         """Return the command of each arm of the study `text`."""
         path = self.folder / "study.yaml"
         write_text(path, text)
         return {arm.name: arm.config.words() for arm in expand_commands(load_command_study(path))}
+
+
+def _told_of_trial(study: str, seed: int, steps: int, *, is_first: bool) -> str:
+    """Return the line before a trial, whose `study` is named like its arm."""
+    arm = "the command" if study == "trial" else f"the arm {study}"
+    updates = f"{steps} update{'s' if steps > 1 else ''}"
+    said = f"trial of {arm}, seed {seed}, {updates}"
+    return f"{said}; what it prints:" if is_first else said
 
 
 def _to_fill_in(text: str) -> list[str]:

@@ -68,6 +68,24 @@ def test_an_arm_that_its_script_rejects_is_told_in_the_script_s_words_and_not_wr
     assert not list(tmp_path.iterdir())
 
 
+def test_a_broken_arm_that_stops_in_its_trial_is_written_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stops = "if asked.lr > 1: raise FloatingPointError('loss is nan')\nmodel ="
+    source = (SCRIPTS / "plain.py").read_text(encoding="utf-8")
+    (tmp_path / "train.py").write_text(source.replace("model =", stops, 1), encoding="utf-8")
+    words = [sys.executable, "train.py", "--seed", "0", "--lr", "0.01"]
+    assert code_of("init", "--broken", "lr=9", "--", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the broken arm stopped in its trial, --broken: `" in said
+    assert "the command ended with exit code 1: FloatingPointError: loss is nan. It is" in said
+    assert "It is written, but a run that stops so is no proof that harm is seen: give it a" in said
+    assert "fill in a candidate and a reference and a milder broken arm, then: stability" in said
+    arms = {arm.role: arm for arm in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    assert arms["broken"].config.flags == {"lr": 9}
+
+
 def test_a_place_is_kept_for_what_is_not_given(tmp_path: Path) -> None:
     text, arms = written(tmp_path, ["--lr", "0.1"], candidate="lr=0.2")
     assert "\n  # broken:\n  #   role: broken\n" in text

@@ -48,6 +48,9 @@ def test_a_command_without_a_seed_is_told(
     monkeypatch.chdir(tmp_path)
     assert code_of("init", "--", *PLAIN) == 0
     said = capsys.readouterr().out
+    assert said.startswith("trial of the command, seed 0, 2 updates; what it prints:\nstep 0 loss ")
+    assert said.count("step 0 loss") == 1, "of its other trial it prints the same"
+    assert "\ntrial of the command, seed 1, 2 updates\nafter 2 updates: " in said
     assert "the command seeds itself: given another seed beforehand it is the same run" in said
     assert "to a new file" in said
     assert load_command_study(tmp_path / "study.yaml").seeds == (0,)
