@@ -304,7 +304,7 @@ def test_what_a_verdict_lacks_is_said_in_words_that_fit_a_command(
     capsys.readouterr()
     assert code_of("verdict", str(commands.folder / "runs" / "mine")) == 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "add an arm like `reference: {role: reference, flags: {bf16: false}}`" in said
+    assert "add an arm like `reference: {role: reference, flags: {dtype: fp32}}`" in said
     assert "no run has a held-out loss: the script evaluates nothing" in said
     assert "held_out.share" not in said
 
