@@ -206,7 +206,8 @@ class _Trials:
         from stability.study.foreign_plan import plan_run
 
         given = words or self.words
-        is_first = not any(self.folder.iterdir())
+        is_first = self.has_loss and not any(self.folder.iterdir())
+        make_folders(self.folder)
         print_line(_told_of_trial(study, seed, steps, is_first=is_first))
         swapped = "" if words else self.attention
         probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_loss))
