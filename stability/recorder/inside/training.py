@@ -55,6 +55,7 @@ class Training:
     called with `model`, else with the one that owns most weights, where a state is kept.
     """
 
+    _is_to_look = False
     sees_backward = False  # set where it is told what is back-propagated
 
     def __init__(
@@ -166,9 +167,7 @@ class Training:
             ]
             self._start = TakenStart(state, self._begun, self.optimizers, self._measure_anew)
         self._measure(0)
-        root = self._root() if self.look is not None else None
-        if self.look is not None and root is not None:
-            self.instrument = self.look(root)
+        self._is_to_look = self.look is not None
 
     def update_ends(self) -> None:
         """Tell of a whole update that was made, of whatever optimizers: its row is complete.
@@ -186,15 +185,17 @@ class Training:
         if self.is_over and not self.has_ended:
             raise PlannedStop
         self.evaluations.end()
-        if self._inside:  # a closure's: it belongs to the step that runs
-            self._take_start()
-            return
-        expected = self._expected
-        if expected is None:
-            expected = {key_of(optimizer) for optimizer in self.optimizers}
-        if self._row.stepped and expected <= self._row.stepped:
-            self._close()
+        if not self._inside:  # else a closure's: it belongs to the step that runs
+            expected = self._expected
+            if expected is None:
+                expected = {key_of(optimizer) for optimizer in self.optimizers}
+            if self._row.stepped and expected <= self._row.stepped:
+                self._close()
         self._take_start()
+        # not where a step begins: torch runs its hooks then, and may not be given others
+        if self._is_to_look and self.look is not None and (root := self._root()) is not None:
+            self.instrument = self.look(root)
+        self._is_to_look = False
 
     def forward_ends(self) -> None:
         """Tell that a forward pass that trains has ended."""

@@ -45,6 +45,20 @@ def test_a_probe_measures_in_the_script_and_changes_no_bit(
 
 
 @pytest.mark.slow
+def test_a_loss_that_the_optimizer_asks_for_is_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # the model is called first while torch runs the hooks of a step
+    study = Recording(tmp_path, words("evaluates.py", "--kind", "tuple", "--closure"))
+    alone = run_alone([*study.command, "--seed", "0"])
+    assert study.record("baseline", options=(*PROBE, "--gradient-every", "6")) == 0
+    assert bits_of(capsys.readouterr().out) == alone
+    assert list(values(study, "baseline", gradient_name("all", "ratio"))) == [6, 12]
+    error = deviation_name("model", "dq", "error_ratio")
+    assert list(values(study, "baseline", error)) == [0, 4, 8]
+
+
+@pytest.mark.slow
 def test_an_attention_that_is_swapped_in_is_judged_on_two_levels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ flags.add_argument("--steps", type=int, default=12)
 flags.add_argument("--evaluate-every", type=int, default=4)
 flags.add_argument("--kind", default="functional")
 flags.add_argument("--crops", action="store_true", help="draw what is evaluated anew each time")
+flags.add_argument("--closure", action="store_true", help="let the optimizer ask for the loss")
 flags.add_argument("--text", type=int, default=1, help="which text is held out")
 asked = flags.parse_args()
 
@@ -96,10 +97,19 @@ def of_held_out(net: nn.Module) -> Tensor:
 for step in range(asked.steps):
     first = 8 * step % 40
     batch = training[first : first + 8]
-    with torch.autocast("cpu", enabled=asked.bf16):
-        loss = loss_of(batch[rank::ranks])
-    loss.backward()
-    optimizer.step()
+
+    def backward(batch: Tensor = batch) -> Tensor:
+        """Compute the loss of the batch and its gradients."""
+        with torch.autocast("cpu", enabled=asked.bf16):
+            loss = loss_of(batch[rank::ranks])
+        loss.backward()
+        return loss
+
+    if asked.closure:
+        optimizer.step(backward)
+    else:
+        backward()
+        optimizer.step()
     optimizer.zero_grad()
     if (step + 1) % asked.evaluate_every == 0:
         print("evaluated", step + 1, evaluated(training), evaluated(held_out))
