@@ -27,6 +27,7 @@ from attention_kernels.formats import FORMATS, ROUNDINGS, Format, format_named
 __all__ = [
     "LINEAR_RECIPES",
     "OUTPUTS",
+    "PARTS",
     "LinearOperand",
     "LinearProduct",
     "LinearRecipe",
@@ -39,7 +40,8 @@ OUTPUTS = ("bf16", "fp16", "fp32")
 _PRODUCTS = ("forward", "dgrad", "wgrad")
 _OPTIONS = ("output", "weight_gradient", "last_blocks")
 _ALL = "all"
-_PARTS = (_ALL, *_PRODUCTS, *_OPTIONS)  # what a recipe that is written out is made of
+PARTS = (_ALL, *_PRODUCTS, *_OPTIONS)
+"""What a recipe that is written out is made of."""
 
 _BETWEEN = "/"
 # the matrix of 4096 is 64 MiB; a larger one would be found out at the first step
@@ -287,10 +289,10 @@ def _parts(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in text.split():
         name, equals, value = part.partition("=")
-        if not equals or name not in _PARTS:
+        if not equals or name not in PARTS:
             raise ValueError(
-                f"recipe: must be in parts called {', '.join(_PARTS)}, each as NAME=VALUE after a "
-                f"space, got {part!r}; nearest: {_nearest(name, _PARTS)}"
+                f"recipe: must be in parts called {', '.join(PARTS)}, each as NAME=VALUE after a "
+                f"space, got {part!r}; nearest: {_nearest(name, PARTS)}"
             )
         if name in found:
             raise ValueError(f"recipe: must give {name} once, got it twice in {text!r}")

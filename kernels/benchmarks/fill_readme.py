@@ -220,8 +220,9 @@ def main(words: list[str] | None = None) -> int:
         measured = Measured(*read)
         old = {block.page: (ROOT / block.page).read_text(encoding="utf-8") for block in BLOCKS}
         new = {block.page: filled(old[block.page], block, measured) for block in BLOCKS}
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+    except (OSError, ValueError, KeyError) as error:
+        lacks = f"results/cuda.json or static.json: has no {error}"
+        print(lacks if isinstance(error, KeyError) else error, file=sys.stderr)
         return 2
     others = [page for page in new if new[page] != old[page]]
     for page in others:

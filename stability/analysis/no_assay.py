@@ -2,18 +2,22 @@
 
 An arm that is broken on purpose has to fail, and training has to see it. More seeds help only where
 they may show that; otherwise the study lacks something that no seed adds, and another study has to
-have it: arms are sealed. Leaves out the faults that are planted on a candidate (`assay`).
+have it, since a study's arms are sealed with its first run, but for one that is recorded run by
+run. Leaves out the faults that are planted on a candidate (`assay`).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from stability.analysis.sequential import LOOKS
 from stability.analysis.unseen_harm import HARDLY
 
 if TYPE_CHECKING:  # `verdict` imports this module
     from stability.analysis.verdict import ArmVerdict
 
 __all__ = ["to_show_harm", "unseen"]
+
+_ELSEWHERE = "in a study of another name unless its runs are recorded one by one"
 
 
 def unseen(planted: Iterable["ArmVerdict"]) -> list[str]:
@@ -41,14 +45,20 @@ def to_show_harm(
     """
     todo, later = [], []
     if not controls:
-        todo.append(
-            "add an arm that is broken on purpose, with `role: broken`, in a study of another name"
-        )
+        todo.append(f"add an arm that is broken on purpose, its role `broken`, {_ELSEWHERE}")
     for arm in filter(_is_unseen, controls):
-        if next_look and _seeds_may_show(arm):
+        training = arm.levels.get("training")
+        if arm.seeds < LOOKS[0]:
+            todo.append(
+                f"{arm.arm} has to end in {LOOKS[0]} seeds or more: train those that are missing, "
+                "or where it stops break it by a smaller error"
+            )
+        elif training and training.state == "not measured" and training.decides:
+            todo.append(f"have the training of {arm.arm} measured: {training.decides}")
+        elif next_look and _seeds_may_show(arm):
             later.append(arm.arm)
         else:
-            todo.append(f"break {arm.arm} by a larger error, in a study of another name")
+            todo.append(f"break {arm.arm} by a larger error, {_ELSEWHERE}")
     blind = [arm.arm for arm in candidates if arm.assay.state in ("blind", "not measured")]
     if blind:
         todo.append(

@@ -109,8 +109,9 @@ def _unseen(cost: "CommandCost", steps: int) -> list[str]:
         return []
     return [
         f"0 evaluations were seen in the first {cost.unevaluated} updates: {NONE_SEEN}. A PASS "
-        f"needs at least 1 in each run, of {steps} updates, since its loss is the held-out loss. "
-        f"If the script evaluates later in a run, change nothing; if it never does, {NAME_IT}"
+        f"needs at least 2 in each run, of {steps} updates, on the same samples, which no run "
+        "trains on: their loss is the held-out loss (1 is enough with `held_out: all`). If the "
+        f"script does so later in a run, nothing has to be changed; else {NAME_IT}"
     ]
 
 

@@ -15,7 +15,7 @@ import re
 import select
 import sys
 import textwrap
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -290,12 +290,14 @@ def _in_plain_words(message: str) -> str:
     return message
 
 
-def _long_options(names: Iterable[str]) -> list[str]:
-    """Return the options of a verb whose function has parameters of these `names`."""
+def _long_options(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the options of a verb whose function has these `parameters`."""
     return [
         f"--{name.replace('_', '-')}"
-        for name in names
+        for name, parameter in parameters.items()
+        # what has no default is given by its place alone
         if name not in ("overrides", "changes", "words")
+        and parameter.default is not parameter.empty
     ]
 
 

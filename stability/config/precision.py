@@ -22,7 +22,12 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from attention_kernels.formats import FORMATS, Format, format_named
-from attention_kernels.linear_recipes import LINEAR_RECIPES, LinearRecipe, linear_recipe_named
+from attention_kernels.linear_recipes import (
+    LINEAR_RECIPES,
+    PARTS,
+    LinearRecipe,
+    linear_recipe_named,
+)
 from stability.config.convert import Place, nearest
 
 __all__ = [
@@ -250,6 +255,12 @@ def precision_text(value: Any, below: str = "") -> Any:
     """
     if not isinstance(value, Mapping):
         return value
+    if set(value) <= set(PARTS) and not set(value).isdisjoint(("all", "dgrad", "wgrad")):
+        parts = ", ".join(f"{name}: {part}" for name, part in value.items())
+        raise ValueError(
+            f"precision: parts of a recipe must stand below {_DEFAULT} or a glob, as in "
+            f"`{{{_DEFAULT}: {{{parts}}}}}`, got `{{{parts}}}`"
+        )
     value = {glob: _recipe_text(name) for glob, name in value.items()}
     for glob, name in value.items():
         is_text = isinstance(glob, str) and isinstance(name, str)

@@ -70,8 +70,11 @@ class Instrument:
         self._call: GivenCall | None = None
         self._watched: dict[str, float] = {}
 
-    def begin(self, model: nn.Module) -> None:
-        """Look at `model` from now on; ValueError, as of `shadow`, for one that can't be seen."""
+    def begin(self, model: nn.Module, first_step: int = 0) -> None:
+        """Look at `model` from now on, after `first_step` updates that were not looked at.
+
+        ValueError, as of `shadow`, for one that can't be seen.
+        """
         self._model = model
         every = int(self._asked.get("every", 10))
         gradient_every = int(self._asked.get("gradient_every", 0))
@@ -85,12 +88,13 @@ class Instrument:
                 gradient_every=gradient_every,
                 loss=loss,
                 sinks=sinks,
+                first_step=first_step,
             )
         else:
             assert self._sdpa is not None
             config = ProbeConfig(every=every, gradient_every=gradient_every)
             looking = Shadow(
-                *(model, config, [self._candidate(model)], None, sinks),
+                *(model, config, [self._candidate(model)], None, sinks, first_step),
                 loss=loss,
                 baseline=partial(script_own, self._sdpa),
             ).running()

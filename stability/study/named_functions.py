@@ -44,8 +44,12 @@ has_top = importlib.util.find_spec(top) is not None
 print(json.dumps({"is_found": bool(spec), "has_top": has_top, "file": getattr(spec, "origin", "")}))
 """
 """What the script's interpreter is asked, in its environment; a package is not imported for it."""
-_SETS_PATH = re.compile(r"\b(?:sys\.path|sys\.modules|meta_path|addsitedir|chdir|__path__)\b")
-_MAKES_NAMES = re.compile(r"\b(?:globals|exec|setattr|__getattr__|sys\.modules)\b")
+_SETS_PATH = re.compile(
+    r"\b(?:sys\.path|sys\.modules|meta_path|addsitedir|chdir|__path__|rootutils|pyrootutils)\b"
+)
+_MAKES_NAMES = re.compile(
+    r"\b(?:globals|exec|setattr|__getattr__|sys\.modules)\b|\b(?:vars\(\)|locals\(\)|__dict__)\["
+)
 _LONGEST_S = 30
 
 
@@ -116,7 +120,7 @@ def _python_of(run: ForeignRun, folder: Path, path: str | None) -> _Python | Non
         return None
     if program[-1].endswith(".py"):
         script = folder / program[-1]
-        first = script.parent
+        first = script.resolve().parent  # as Python has it, also of a link
     else:
         script, first = folder / f"{program[-1].replace('.', '/')}.py", folder
     return _Python(
@@ -175,7 +179,8 @@ def _problem_of_module(module: str, python: _Python, *, has_top: bool) -> str:
     if python.script is None or (has_top and not is_own):
         return ""
     # what sets the path, or what a script imports for that, may bring the module
-    may_set = [python.script, *(place / top / "__init__.py" for place in places)]
+    own = [x for place in places for x in (*place.glob("*.py"), place / top / "__init__.py")]
+    may_set = [python.script, *own]
     deeper = [f"{'*/' * depth}{top}{end}" for depth in (1, 2) for end in ("", ".py")]
     is_deeper = not has_top and any(next(python.folder.glob(x), None) for x in deeper)
     if is_deeper or any(_SETS_PATH.search(_text(file)) for file in may_set):
@@ -218,6 +223,8 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
         yield (node.asname or node.name).partition(".")[0]
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
+    elif isinstance(node, ast.MatchAs | ast.MatchStar | ast.MatchMapping):
+        yield str(node.rest if isinstance(node, ast.MatchMapping) else node.name)
     for child in ast.iter_child_nodes(node):
         yield from _bound_by(child)
 

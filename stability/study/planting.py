@@ -43,8 +43,8 @@ class Instrument(instrument.Instrument):
     of the `faults`, at how many `looks` at most, and `after` how many the first may be settled.
     """
 
-    def begin(self, model: nn.Module) -> None:
-        """Keep what `model` is given from now on."""
+    def begin(self, model: nn.Module, first_step: int = 0) -> None:
+        """Keep what `model` is given from now on, whatever the step."""
         self._model = model
         self._calls: list[GivenCall] = []
         self._modes: dict[nn.Module, bool] = {}

@@ -84,7 +84,7 @@ def test_a_new_run_changes_the_lines_that_state_it_and_no_others(
     assert not list(pages.rglob("*.part"))
 
 
-@pytest.mark.parametrize("missing", ["section", "place", "model", "memory"])
+@pytest.mark.parametrize("missing", ["section", "place", "model", "memory", "key"])
 def test_with_something_missing_no_page_is_written(
     fill, measured, pages, monkeypatch, capsys, missing
 ):
@@ -99,6 +99,8 @@ def test_with_something_missing_no_page_is_written(
     elif missing == "place":
         page = pages / "docs/measured.md"
         page.write_text(page.read_text().replace("On one NVIDIA", "On an NVIDIA"))
+    elif missing == "key":
+        del measured.clock["versions"]
     else:
         measured.model["rows"].pop()
     (results / "cuda.json").write_text(json.dumps(measured.clock))
@@ -109,5 +111,6 @@ def test_with_something_missing_no_page_is_written(
         "memory": "cuda.json: section memory has no length 8192 and 16384",
         "place": "docs/measured.md: lines like",
         "model": "static.json: has no backward, head_dim 256",
+        "key": "has no 'versions'",
     }[missing] in capsys.readouterr().err
     assert not any("X9" in (pages / block.page).read_text() for block in fill.BLOCKS)

@@ -11,7 +11,15 @@ import triton
 from attention_kernels import PROFILES
 from attention_kernels.masks import Mask
 from attention_kernels.triton.ahead import SHARED_MEMORY, compile_fast_ahead, machine_code
-from attention_kernels.triton.fast_launch import KERNELS, TILES, Tile, tile_of
+from attention_kernels.triton.fast_launch import (
+    KERNELS,
+    SMALL_MEMORY,
+    SMALL_TILES,
+    TILES,
+    Tile,
+    architecture,
+    tile_of,
+)
 from tests.sampling import others_long, others_slow
 
 FOLDER = Path(__file__).parents[2] / "kernels/benchmarks"
@@ -327,6 +335,35 @@ def test_each_kernel_of_the_fast_path_fits_its_chip_as_it_is_launched(
     wanted = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}[arch]
     assert wanted in code.sass
     assert ("UTMALDG" in code.sass) == (arch >= 90 and not packed), "read by descriptors"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "width"),
+    others_long(
+        [(name, width) for name, width in TILES[80] if width >= 128],
+        [("dkv", 128), ("dq", 256), ("dk", 256)],
+    ),
+)
+def test_each_kernel_fits_the_chips_of_less_shared_memory_that_take_the_tiles_of_sm_80(
+    kernel, width
+):
+    tile = SMALL_TILES[kernel, width]._replace(stages=1)  # the fewest that are tried
+    numerics, dtype = PROFILES["fa2"], torch.bfloat16
+    mask = Mask(causal=True)
+    found = compile_fast_ahead(kernel, 80, numerics, dtype, width, mask=mask, tile=tile)
+    assert found.metadata.shared <= SMALL_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("capability", "large"),
+    [((8, 0), True), ((8, 7), True), ((8, 6), False), ((8, 9), False), ((12, 0), False)],
+)
+def test_a_chip_of_less_shared_memory_takes_tiles_that_fit_it(monkeypatch, capability, large):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    arch = architecture(torch.device("cuda"))
+    assert (tile_of("dk", arch, 256) == TILES[80]["dk", 256]) == large
+    assert tile_of("dkv", arch, 128) == TILES[80]["dkv", 128]
 
 
 def test_programs_fit_by_registers_shared_memory_and_warps(bench):

@@ -128,6 +128,15 @@ Those of sm_90 were measured on an H100 (`kernels/README.md`), the others chosen
 compiler spills no register and makes no product twice, as 8 warps would on a tile of 32 x 64 of
 sm_80; no GPU of those has run them.
 """
+SMALL_MEMORY = 99 * 1024
+"""Bytes of shared memory that a program may have on chips of capability 8.6, 8.9 and 12."""
+SMALL_TILES: dict[tuple[str, int], Tile] = TILES[80] | {
+    ("dq", 256): Tile(64, 32, 8, 1),
+    ("dk", 256): Tile(32, 64, 8, 1),
+}
+"""The tiles of those chips: sm_80's, but for two that would not fit. These make some products
+twice, and no GPU has run them."""
+_SMALL = 86
 
 
 def applies(
@@ -160,8 +169,9 @@ def architecture(device: torch.device) -> int:
     """Return the compute capability whose tiles a device takes, 0 for a CPU, which interprets."""
     if device.type != "cuda":
         return 0
-    major, _ = torch.cuda.get_device_capability(device)
-    return {9: 90, 10: 100}.get(major, 80)
+    major, minor = torch.cuda.get_device_capability(device)
+    is_large = (major, minor) in ((8, 0), (8, 7))
+    return {9: 90, 10: 100}.get(major, 80 if is_large else _SMALL)
 
 
 def tile_of(kernel: str, arch: int, width: int) -> Tile | None:
@@ -170,7 +180,7 @@ def tile_of(kernel: str, arch: int, width: int) -> Tile | None:
     None where the architecture has another kernel for it.
     """
     held = next(held for held in (64, 128, 256) if width <= held)
-    return TILES[arch].get((kernel, held))
+    return (SMALL_TILES if arch == _SMALL else TILES[arch]).get((kernel, held))
 
 
 def is_describable(x: Tensor) -> bool:

@@ -145,7 +145,7 @@ def _looking(
         )
         with spool.telling_refusals():
             try:
-                instrument.begin(model)
+                instrument.begin(model, training.step)
             except ValueError as error:
                 raise StartRefused(str(error)) from error
         return instrument

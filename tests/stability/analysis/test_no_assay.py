@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from stability.analysis.no_assay import to_show_harm
 from stability.analysis.study_records import read_study
 from stability.analysis.unseen_harm import HARDLY
 from tests.stability.analysis.test_verdict import (
@@ -17,7 +18,10 @@ from tests.stability.analysis.test_verdict import (
     with_broken,
 )
 
-BREAK = "break flash_all_bf16 by a larger error, in a study of another name"
+BREAK = (
+    "break flash_all_bf16 by a larger error, in a study of another name unless its runs are "
+    "recorded one by one"
+)
 ASK = "do what the assay of flash_fa2 asks for, so that faults are found"
 
 
@@ -63,3 +67,23 @@ def test_no_assay_says_what_ends_it_and_names_a_look_only_where_that_helps(
     judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": broken}, assay=assay)
     assert judged.outcome == "NO ASSAY"
     assert judged.outlook == outlook
+
+
+def test_a_broken_arm_that_has_not_ended_is_to_end_and_not_to_be_broken_further(study):
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HOLDS}, assay=SENSITIVE)
+    (broken,) = judged.controls
+    for seeds in (0, 1, 2):
+        unended = replace(broken, outcome="INCONCLUSIVE", seeds=seeds)
+        said = to_show_harm(judged.candidates, [unended], 5)
+        assert "flash_all_bf16 has to end in 3 seeds or more" in said
+        assert "larger" not in said
+        assert "next look" not in said
+
+
+def test_training_that_was_not_measured_asks_for_what_lets_it_be(study):
+    training = replace(_evidence("training", "not measured"), decides="a reference")
+    broken = _with(HOLDS, one=training)
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": broken}, assay=SENSITIVE)
+    said = to_show_harm(judged.candidates, judged.controls, 5)
+    assert "have the training of flash_all_bf16 measured: a reference" in said
+    assert "larger" not in said

@@ -98,6 +98,11 @@ def test_unknown_option_is_refused(write_study, refuse):
         (("init", "--stps", "5"), "--stps 5; did you mean --steps?"),
         (("init", "--templat", "kernel"), "--templat kernel; did you mean --template?"),
         (("record", "--study", "s", "--evn", "A=1", "--", "x"), "--evn A=1; did you mean --env?"),
+        # what is given by its place alone is no option
+        (
+            ("compare", "--a", "x", "--b", "y"),
+            "its options are listed by `stability compare --help`",
+        ),
         (("run", "study.yaml", "--quik"), "; its options are listed by `stability run --help`"),
     ],
 )

@@ -263,6 +263,16 @@ def test_overrides_are_typed_and_reach_every_arm(write):
     assert study.base.train.snapshot_steps == (5, 6)
 
 
+def test_a_snapshot_beyond_the_end_is_left_out_only_where_the_command_line_ends_sooner(write):
+    assert load_study(write(), {"train.steps": "3"}).base.train.planned_snapshots() == [0, 2, 3]
+    for changes in (
+        {"train.snapshot_steps": "[2, 5, 400]"},
+        {"train.snapshot_steps": "[2, 5, 400]", "train.steps": "7"},
+    ):
+        with pytest.raises(ConfigError, match="must not lie beyond the end of training"):
+            load_study(write(), changes)
+
+
 def test_overrides_that_are_only_valid_together_are_taken_together(write):
     model = load_study(write(), {"model.heads": "3", "model.width": "48"}).base.model
     assert (model.heads, model.width) == (3, 48)

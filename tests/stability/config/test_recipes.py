@@ -212,6 +212,11 @@ def test_a_loss_scaler_is_needed_where_a_recipe_gives_gradients_no_scale(text, n
     ("precision", "message"),
     [
         ("recipe:mxfp4", "recipe must be one .* in every product: all=mxfp4, in 'recipe:mxfp4'"),
+        (
+            "{all: mxfp4, dgrad: mxfp8}",
+            "parts of a recipe must stand below default or a glob, as in "
+            "`{default: {all: mxfp4, dgrad: mxfp8}}`",
+        ),
         ("recipe:forward=mxfp4", "recipe: must give .* got none of dgrad, wgrad"),
         ("{default: {all: mxpf4}}", "recipe: all must be .* got 'mxpf4'; nearest: mxfp4"),
         ("{default: bf16-mixed, x: {fwd: mxfp4}}", "recipe: must be in parts .* got 'fwd=mxfp4'"),

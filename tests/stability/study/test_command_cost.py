@@ -281,9 +281,10 @@ def test_that_nothing_was_evaluated_is_said_of_a_study_that_lacks_nothing_else(
     assert (
         "PASS none, unless the script evaluates the model: - 0 evaluations were seen in the first "
         "4 updates: no call of the model in evaluation mode (`model.eval()`) and without gradients "
-        "was seen. A PASS needs at least 1 in each run, of 8 updates, since its loss is the "
-        "held-out loss. If the script evaluates later in a run, change nothing; if it never does, "
-        "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` "
+        "was seen. A PASS needs at least 2 in each run, of 8 updates, on the same samples, which "
+        "no run trains on: their loss is the held-out loss (1 is enough with `held_out: all`). If "
+        "the script does so later in a run, nothing has to be changed; else name "
+        "a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` "
         "in the base of the study's YAML"
     ) in said
     monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)

@@ -27,6 +27,8 @@ async def waits(): pass
 def makes():
     global later
     later = makes
+match [1, 2]:
+    case [first, *rest]: pass
 """
 
 
@@ -77,6 +79,8 @@ def check(folder: Path, base: dict[str, Any], arms: dict[str, Any] | None = None
         "losses:more",
         "losses:waits",
         "losses:later",
+        "losses:first",
+        "losses:rest",
         "train:of_held_out",
         "own.parts:loss",
         "my_kernel:flash_attention",
@@ -146,11 +150,29 @@ def test_where_a_script_may_find_more_than_is_known_the_first_run_tells(folder: 
     (folder / "lib").mkdir()
     (folder / "lib" / "loses.py").write_text("")
     check(folder, wrong)
-    for made in ("globals()['of_txt'] = 1\n", "from math import *\n", "def __getattr__(x): ...\n"):
+    for made in (
+        "vars()['of_txt'] = 1\n",
+        "globals()['of_txt'] = 1\n",
+        "from math import *\n",
+        "def __getattr__(x): ...\n",
+    ):
         (folder / "src" / "losses.py").write_text(made)
         check(folder, {"held_out": "losses:of_txt"})
     (folder / "src" / "losses.py").write_text("def of_txt(:\n")
     check(folder, {"held_out": "losses:of_txt"})
+
+
+def test_what_lies_beside_the_file_that_a_script_is_a_link_to_is_found(folder: Path) -> None:
+    (folder / "far" / "repo" / "code").mkdir(parents=True)
+    target = (folder / "src" / "train.py").rename(folder / "far" / "repo" / "code" / "train.py")
+    (target.parent / "beside.py").write_text("def loss(model): ...\n")
+    (folder / "src" / "train.py").symlink_to(target)
+    check(folder, {"held_out": "beside:loss"})
+
+
+def test_a_helper_of_the_users_may_set_the_path(folder: Path) -> None:
+    (folder / "src" / "setup_path.py").write_text("import sys\nsys.path.append('/a/b/c')\n")
+    check(folder, {"held_out": "afar:loss"})
 
 
 def test_the_path_of_the_arm_is_looked_through(folder: Path) -> None:
