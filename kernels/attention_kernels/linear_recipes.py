@@ -262,7 +262,7 @@ def linear_recipe_named(name: str) -> LinearRecipe:
     return LINEAR_RECIPES[text]
 
 
-@functools.cache  # a module asks for its recipe in each forward
+@functools.lru_cache(maxsize=256)  # a module asks for its recipe in each forward
 def _written_out(text: str) -> LinearRecipe:
     """Return the recipe whose parts `text` gives."""
     parts = _parts(text)

@@ -201,6 +201,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     check_wandb(mode)
     elsewhere = _executor(asked, config, mode)
     quieten_lightning()
+    if late := ", ".join(map(str, config.base.train.late_snapshots())):
+        end = config.base.train.steps
+        print_line(f"train.snapshot_steps: no snapshot at {late}, past the end at step {end}")
     for change in changed_protocol(config, asked.out):
         print_line(f"EXPLORATORY: {change}")
     console = Console()

@@ -326,10 +326,11 @@ def _check_train(arm: Arm, study: StudyConfig, root: Place) -> None:
     config, base = arm.config, study.base
     train, own = config.train, root.at("arms").at(arm.name)
     place = root.at("base.train") if train == base.train else own.at("train")
-    # the command line may end a study sooner than its file has it
-    given = {name for name in ("steps", "snapshot_steps") if f"train.{name}" in root.overridden}
-    if problem := train.snapshot_problem(may_end_sooner=given == {"steps"}):
-        raise place.at("snapshot_steps").error(problem)
+    again = repeated(train.snapshot_steps)
+    if again is not None:
+        raise place.at("snapshot_steps").error(
+            f"must not hold a step twice, got {list(train.snapshot_steps)}; it is step {again}"
+        )
     for path in _OF_DRAWN_WEIGHTS if config.start else ():
         if path in arm.diff:
             raise own.at(path).error(

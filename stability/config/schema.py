@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from attention_kernels.formats import FORMATS, format_named
-from stability.config.convert import repeated
 from stability.config.model import INIT_SCHEMES, ModelConfig
 from stability.config.parallel import ParallelConfig
 from stability.config.precision import Precision, parse_precision
@@ -200,8 +199,7 @@ class TrainConfig:
     """Most of the gradient's norm; 0 clips nothing."""
     log_every: int = 1
     snapshot_steps: tuple[int, ...] = ()
-    """Steps with a snapshot besides 0 and the last; past an end that the command line has brought
-    forward they are left out."""
+    """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
     """The last so many are kept; 0 keeps all, to fork from any of them."""
@@ -234,21 +232,9 @@ class TrainConfig:
         require(bool(self.compile or not self.compile_options), "train", rule, self.compile_options)
         check_trainer(self.trainer)
 
-    def snapshot_problem(self, *, may_end_sooner: bool) -> str:
-        """Return what is wrong with `snapshot_steps`; empty if nothing is.
-
-        Steps past the end are left out where training `may_end_sooner` than was planned.
-        """
-        steps = list(self.snapshot_steps)
-        again = repeated(steps)
-        if again is not None:
-            return f"must not hold a step twice, got {steps}; it is step {again}"
-        if max(steps, default=0) > self.steps and not may_end_sooner:
-            return (
-                f"must not lie beyond the end of training, step {self.steps}, got {max(steps)}; "
-                "leave it out, or raise train.steps"
-            )
-        return ""
+    def late_snapshots(self) -> list[int]:
+        """Return those of `snapshot_steps` that lie past the end, so that none is taken."""
+        return sorted(step for step in self.snapshot_steps if step > self.steps)
 
     def planned_snapshots(self) -> list[int]:
         """Return the steps with a snapshot, sorted: the first, the last and those asked for."""

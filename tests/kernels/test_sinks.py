@@ -210,8 +210,11 @@ def test_flash_attns_rule_holds_with_the_gradient_of_the_sinks(engine, profile):
 def test_the_twins_gradient_of_the_sinks_is_the_kernels_with_each_exp(exp):
     inputs = (*draw(Shape(1, 4, 2, 9, 13, 16), torch.float32), SINKS)
     twin, kernel = (run(flash(name, "fa2", exp=exp), *inputs) for name in ("twin", "triton"))
-    # a sum of terms of about 1 that cancel: how it is rounded depends on the CPU
-    torch.testing.assert_close(twin["dsinks"], kernel["dsinks"], rtol=2e-6, atol=5e-7)
+    # a sum of terms of about 1 that cancel: how it is rounded depends on the CPU. At the maximum of
+    # a row the folded exponent is 0 or a little less, by the CPU, where two pieces of the cubic
+    # meet, each right to 8.8e-5: out differs by 4e-5 then, and both err by 1.7e-5 in dsinks
+    atol = 3e-6 if exp == "exp2_polynomial_folded" else 5e-7
+    torch.testing.assert_close(twin["dsinks"], kernel["dsinks"], rtol=2e-6, atol=atol)
 
 
 @pytest.mark.slow

@@ -43,3 +43,22 @@ def test_the_display_is_told_how_many_updates_each_run_makes(tmp_path, monkeypat
     (weights,) = told
     assert sum(weights.values()) == pytest.approx(len(weights))
     assert weights["rerun", 0] == weights["rerun", 1] < weights["baseline", 0]
+
+
+def test_snapshots_past_the_end_are_told_before_the_first_run(tmp_path, monkeypatch, capsys):
+    def stop(*_, **__):
+        raise StudyError("seen")
+
+    monkeypatch.setattr("stability.study.run_study.run_study", stop)
+    changes = {"train.snapshot_steps": "[5, 10, 20, 60, 400]"}
+    for given in (changes, {**changes, "train.snapshot_steps": "[5, 10, 20, 30]"}):
+        with pytest.raises(ValueError, match="seen"):
+            verb.run(
+                ROOT / "configs" / "quickstart.yaml",
+                out=tmp_path,
+                wandb="disabled",
+                overrides=given,
+            )
+        said = " ".join(capsys.readouterr().out.split())
+        told = "train.snapshot_steps: no snapshot at 60, 400, past the end at step 40"
+        assert (told in said) == (given is changes)

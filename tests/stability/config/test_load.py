@@ -113,10 +113,6 @@ def test_a_study_is_read_with_the_baseline_first(tmp_path):
         (_set("arms.drifts", {}), "arms: 'drifts' is reserved"),
         (_set("base.data", {"workers": 1e6}), "base.data.workers: must be a whole number"),
         (
-            _set("base.train.snapshot_steps", [2, 5, 11]),
-            r"base.train.snapshot_steps: must not lie beyond the end of training, step 10, got 11",
-        ),
-        (
             _set("base.train.snapshot_steps", [2, 5, 2]),
             r"base.train.snapshot_steps: must not hold a step twice, got \[2, 5, 2\]; it is step 2",
         ),
@@ -261,16 +257,6 @@ def test_overrides_are_typed_and_reach_every_arm(write):
     study = load_study(write(), changes)
     assert (study.base.train.steps, study.base.optimizer.lr) == (7, 2e-4)
     assert study.base.train.snapshot_steps == (5, 6)
-
-
-def test_a_snapshot_beyond_the_end_is_left_out_only_where_the_command_line_ends_sooner(write):
-    assert load_study(write(), {"train.steps": "3"}).base.train.planned_snapshots() == [0, 2, 3]
-    for changes in (
-        {"train.snapshot_steps": "[2, 5, 400]"},
-        {"train.snapshot_steps": "[2, 5, 400]", "train.steps": "7"},
-    ):
-        with pytest.raises(ConfigError, match="must not lie beyond the end of training"):
-            load_study(write(), changes)
 
 
 def test_overrides_that_are_only_valid_together_are_taken_together(write):
