@@ -50,7 +50,7 @@ def test_snapshots_past_the_end_are_told_before_the_first_run(tmp_path, monkeypa
         raise StudyError("seen")
 
     monkeypatch.setattr("stability.study.run_study.run_study", stop)
-    changes = {"train.snapshot_steps": "[5, 10, 20, 60, 400]"}
+    changes = {"train.snapshot_steps": "[5, 10, 20, 30, 60, 400]"}
     for given in (changes, {**changes, "train.snapshot_steps": "[5, 10, 20, 30]"}):
         with pytest.raises(ValueError, match="seen"):
             verb.run(
