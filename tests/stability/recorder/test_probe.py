@@ -26,36 +26,32 @@ def values(study: Recording, arm: str, name: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "looks"),
+    [
+        (["--bf16"], [0, 4, 8]),
+        # the model is called first while torch runs the hooks of a step
+        (["--bf16", "--closure"], [0, 4, 8]),
+        # it is known which model trains once the first update has begun
+        (["--bf16", "--late-optimizer"], [4, 8]),
+    ],
+)
 def test_a_probe_measures_in_the_script_and_changes_no_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], looks: list[int]
 ) -> None:
-    study = Recording(tmp_path, words("evaluates.py", "--kind", "tuple", "--bf16"))
+    study = Recording(tmp_path, words("evaluates.py", "--kind", "tuple", *flags))
     alone = run_alone([*study.command, "--seed", "0"])
     assert study.record("baseline", options=(*PROBE, "--gradient-every", "6")) == 0
     assert bits_of(capsys.readouterr().out) == alone
     for result in ("out", "dq", "dk", "dv"):
         ratios = values(study, "baseline", deviation_name("model", result, "error_ratio"))
-        assert list(ratios) == [0, 4, 8]
+        assert list(ratios) == looks
         assert min(ratios.values()) >= 1.0
     looked = values(study, "baseline", gradient_name("all", "ratio"))
     assert list(looked) == [6, 12]
     assert min(looked.values()) > 1.0, "the candidate is the one that errs further"
     assert study.batches("baseline"), "what the instrument calls is no batch"
     assert len(study.losses("baseline")) == 12
-
-
-@pytest.mark.slow
-def test_a_loss_that_the_optimizer_asks_for_is_looked_at_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # the model is called first while torch runs the hooks of a step
-    study = Recording(tmp_path, words("evaluates.py", "--kind", "tuple", "--closure"))
-    alone = run_alone([*study.command, "--seed", "0"])
-    assert study.record("baseline", options=(*PROBE, "--gradient-every", "6")) == 0
-    assert bits_of(capsys.readouterr().out) == alone
-    assert list(values(study, "baseline", gradient_name("all", "ratio"))) == [6, 12]
-    error = deviation_name("model", "dq", "error_ratio")
-    assert list(values(study, "baseline", error)) == [0, 4, 8]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ flags.add_argument("--evaluate-every", type=int, default=4)
 flags.add_argument("--kind", default="functional")
 flags.add_argument("--crops", action="store_true", help="draw what is evaluated anew each time")
 flags.add_argument("--closure", action="store_true", help="let the optimizer ask for the loss")
+flags.add_argument("--late-optimizer", action="store_true", help="make it after the first pass")
 flags.add_argument("--text", type=int, default=1, help="which text is held out")
 asked = flags.parse_args()
 
@@ -50,7 +51,7 @@ if ranks > 1:
 torch.manual_seed(asked.seed)
 own = Model()
 model = nn.parallel.DistributedDataParallel(own) if ranks > 1 else own
-optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr)
+optimizer = None if asked.late_optimizer else torch.optim.AdamW(model.parameters(), lr=asked.lr)
 generator = torch.Generator().manual_seed(0)
 training = torch.randint(0, 50, (40, 10), generator=generator)
 held_out = torch.randint(0, 50, (11, 10), generator=torch.Generator().manual_seed(asked.text))
@@ -109,6 +110,7 @@ for step in range(asked.steps):
         optimizer.step(backward)
     else:
         backward()
+        optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=asked.lr)
         optimizer.step()
     optimizer.zero_grad()
     if (step + 1) % asked.evaluate_every == 0:
