@@ -108,8 +108,8 @@ WITHOUT_BROKEN = (
     "sees harm"
 )
 ADD_BROKEN = (
-    "more seeds alone do not end NO ASSAY: add an arm that is broken on purpose, with `role: "
-    "broken`, in a study of another name"
+    "more seeds alone do not end NO ASSAY: add an arm that is broken on purpose, its role "
+    "`broken`, in a study of another name unless its runs are recorded one by one"
 )
 HOLDS, OPEN = _evidence("holds", 0.9, 1e-6), _evidence("undecided", 0.5, 0.5)
 
