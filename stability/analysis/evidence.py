@@ -60,6 +60,9 @@ class LevelEvidence:
     """How likely such evidence is if the harm stays within its limit; NaN where there is none."""
     p_holds: float = math.nan
     """How likely such evidence is if the harm exceeds its limit; NaN where there is none."""
+    in_part: str = ""
+    """What was looked at and what was left out, in sentences that the sentence ends with; empty
+    where all was seen."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
 

@@ -75,6 +75,8 @@ def gradient_evidence(
         )
     run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
     found = _judged(run, policy)
+    if in_part := _seen_in_part(run):
+        found = replace(found, sentence=f"{found.sentence} {in_part}", in_part=in_part)
     if found.state != "undecided" or found.decides in (_WILD_DECIDES, _NO_ROUNDING_DECIDES):
         return found
     return replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'gradient')}")
@@ -298,6 +300,13 @@ def _figures(run: RecordedRun, ratio: _Figure, share: _Figure, looks: int) -> Ma
         "share_as_trained": _last(run, "share_as_trained"),
     }
     return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _seen_in_part(run: RecordedRun) -> str:
+    """Return in sentences what the looks leave out, as where the model returns no loss."""
+    texts = [event.text for event in run.events if event.layer == "gradient"]
+    parts = [text for text in dict.fromkeys(texts) if text.startswith("seen in part")]
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in parts)
 
 
 def _as_trained(run: RecordedRun) -> float:

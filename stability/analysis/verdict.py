@@ -204,7 +204,7 @@ def judge_arms(
     judge = partial(_judge, study, found, counts, alpha)
     planted = judge(broken, {}, [])
     assays = {arm.name: (assay or arm_assay)(study, arm, policy) for arm in candidates}
-    judged = [_at_its_limits(arm, policy) for arm in judge(candidates, assays, unseen(planted))]
+    judged = [_with_reserve(arm, policy) for arm in judge(candidates, assays, unseen(planted))]
     look = min((look_at(counts[arm.name]) for arm in candidates), default=0)
     return StudyVerdict(
         outcome=next(bad for bad in WORST_FIRST if any(arm.outcome == bad for arm in judged)),
@@ -217,17 +217,22 @@ def judge_arms(
     )
 
 
-def _at_its_limits(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
-    """Return a PASS that says which limits of the policy are wider than the usual ones."""
+def _with_reserve(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
+    """Return a PASS that says what was seen in part, and which limits are wider than usual."""
+    if arm.outcome != "PASS":
+        return arm
     usual = PolicyConfig()
     wider = [
         f"{words} {value:g}, not {least:g}"
         for name, words in _LIMITS.items()
         if (value := getattr(policy, name)) > (least := getattr(usual, name))
     ]
-    if arm.outcome != "PASS" or not wider:
-        return arm
-    return replace(arm, sentence=f"{arm.sentence}; at wider limits than usual: {', '.join(wider)}")
+    said = [arm.sentence]
+    if parts := [level for level, evidence in arm.levels.items() if evidence.in_part]:
+        said.append(f"{listed(parts)} {'was' if len(parts) == 1 else 'were'} seen in part")
+    if wider:
+        said.append(f"at wider limits than usual: {', '.join(wider)}")
+    return replace(arm, sentence="; ".join(said))
 
 
 def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[RecordedArm]:

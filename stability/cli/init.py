@@ -25,6 +25,8 @@ from stability.config.convert import Place
 from stability.config.load import check_name
 from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
+from stability.records.events import read_log_and_events
+from stability.records.paths import RunPaths
 
 if TYPE_CHECKING:
     from stability.records.manifest import Manifest
@@ -49,7 +51,8 @@ _SEEDED = (
 )
 _NO_GRADIENT = (
     "the attention's calls are looked at, and the whole model's gradient is not: for that "
-    f"{GRADIENT_NEEDS}; no PASS without it. Let it do so, and write the study anew, to a new file"
+    f"{GRADIENT_NEEDS}; {{}}. No PASS without it: change that, and write the study anew, to a new "
+    "file"
 )
 _SEEDS_ITSELF = (
     "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
@@ -113,6 +116,7 @@ def init(
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
         try:
             trials, found = _tried(_Trials(Path(folder), given, env or {}, attention))
+            of_gradient = trials.of_gradient()
             said = "" if has_seed else trials.of_seed()
             why_not = trials.of_reference(text(), found.hashes["init_weights"])
             stopped = trials.of_arms(text(), arms)
@@ -120,11 +124,11 @@ def init(
             print_line(f"FAILED: {error}")
             return FAILS
     notes = [said, why_not and f"no reference is written: {why_not}"]
-    notes += ["" if trials.has_loss else _NO_GRADIENT, stopped]
+    notes += [of_gradient, stopped]
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
-    written = text(is_seeded=is_seeded, has_reference=not why_not, has_loss=trials.has_loss)
+    written = text(is_seeded=is_seeded, has_reference=not why_not, has_gradient=trials.has_gradient)
     write_text(to, written)
     told = {"env": env or {}, **arms}
     if masked_words(given) != given or masked_values(told) != told:
@@ -172,9 +176,11 @@ def _tried(trials: "_Trials") -> "tuple[_Trials, Manifest]":
     try:
         return trials, trials.record()
     except RunFailedError as error:
-        if GRADIENT_NEEDS not in str(error):
+        _, _, rest = str(error).partition(f"{GRADIENT_NEEDS}; ")
+        if not rest:
             raise
-    without = replace(trials, folder=trials.folder / "no_gradient", has_loss=False)
+        unseen = rest.partition(";")[0]
+    without = replace(trials, folder=trials.folder / "no_gradient", unseen=unseen)
     return without, without.record()
 
 
@@ -186,8 +192,13 @@ class _Trials:
     words: Sequence[str]
     env: Mapping[str, str]
     attention: str
-    has_loss: bool = True
-    """Whether the model returns its loss, so that its gradient can be looked at."""
+    unseen: str = ""
+    """Why the gradient of the whole model can't be looked at, if it can't."""
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether it can."""
+        return not self.unseen
 
     def record(
         self,
@@ -206,11 +217,11 @@ class _Trials:
         from stability.study.foreign_plan import plan_run
 
         given = words or self.words
-        is_first = self.has_loss and not any(self.folder.iterdir())
+        is_first = self.has_gradient and not any(self.folder.iterdir())
         make_folders(self.folder)
         print_line(_told_of_trial(study, seed, steps, is_first=is_first))
         swapped = "" if words else self.attention
-        probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_loss))
+        probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_gradient))
         run = plan_run(
             self.folder,
             study,
@@ -223,6 +234,15 @@ class _Trials:
         )
         output = None if is_first else self.folder / "output.txt"
         return record_command(run, output=output)
+
+    def of_gradient(self) -> str:
+        """Return what is to be said of the looks at the model's gradient; empty if all is seen."""
+        if not self.has_gradient:
+            return _NO_GRADIENT.format(self.unseen)
+        log = RunPaths.for_run(self.folder / "trial", "baseline", 0).metrics
+        _, events = read_log_and_events(log)
+        parts = [event.text for event in events if event.text.startswith("seen in part")]
+        return f"the whole model's gradient: {parts[0]}" if parts else ""
 
     def of_seed(self) -> str:
         """Return what is to be said of the command, given another seed beforehand."""

@@ -104,14 +104,14 @@ def study_text(
     is_seeded: bool = True,
     attention: str = "",
     has_reference: bool = True,
-    has_loss: bool = True,
+    has_gradient: bool = True,
     arms: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
     `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one;
-    `has_reference`: whether a reference is written where a flag is known; `has_loss`: whether the
-    model returns its loss, so that its gradient can be looked at; `arms`: the flags of a candidate
+    `has_reference`: whether a reference is written where a flag is known; `has_gradient`: whether the
+    gradient of the whole model can be looked at; `arms`: the flags of a candidate
     and of a broken arm, where they are given.
     """
     parts = parts_of(words)
@@ -127,7 +127,7 @@ def study_text(
     )
     reference = reference_flags(parts.flags) if has_reference else {}
     looks = max(1, steps // _LOOKS)
-    swapped = _swapped(attention, looks, has_loss=has_loss) if attention else ""
+    swapped = _swapped(attention, looks, has_gradient=has_gradient) if attention else ""
     asked, broken = (swapped, "") if swapped else _asked_and_broken(parts, arms or {})
     return f"""name: {name}
 question: Does the candidate matter?
@@ -157,16 +157,16 @@ def _asked_and_broken(
     return asked, broken if arms else broken + _OF_ATTENTION
 
 
-def _swapped(attention: str, every: int, *, has_loss: bool) -> str:
+def _swapped(attention: str, every: int, *, has_gradient: bool) -> str:
     """Return the arm of an attention that is looked at, and the same with a planted fault."""
     name = attention.rpartition(":")[2]
     taken = ("baseline", "broken", "reference", "rerun", "nudge")
     # a function may be called as another arm is, or as YAML's null
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) and parse_value(name) == name
     arm = name if is_name and name.lower() not in (*taken, *RESERVED) else "candidate"
-    of_gradient = every if has_loss else 0
+    of_gradient = every if has_gradient else 0
     said = _SWAPPED.format(arm=arm, name=attention, every=every, of_gradient=of_gradient)
-    said = said if has_loss else _NO_GRADIENT.format(every=every) + said
+    said = said if has_gradient else _NO_GRADIENT.format(every=every) + said
     # no fault can be planted on PyTorch's own
     planted = "flash:fa2" if attention.startswith("sdpa:") else attention
     return said + _PLANTED.format(name=planted)

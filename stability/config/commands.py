@@ -44,8 +44,8 @@ ADOPTED = "checkpoints"
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
 
-GRADIENT_NEEDS = "the model must return its loss, as (logits, loss) or `.loss`"
-"""What a look at the whole model's gradient needs of a script, which computes that loss anew."""
+GRADIENT_NEEDS = "the model must return its loss, or all that the script computes it from"
+"""What a look at the whole model's gradient needs of a script, whose model is called once more."""
 
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""

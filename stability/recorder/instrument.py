@@ -3,8 +3,10 @@
 It is `shadow` on the model that trains, and what it measures goes to the run's spool under the
 names of any run. Where the recorder has put another attention in the place of
 `scaled_dot_product_attention`, that one is the candidate, and the script's own runs beside it.
-Evidence on the whole model's gradient needs the loss of a batch a second time, so there the model
-must return it, as those of Hugging Face and nanoGPT do. Only this file of the recorder needs
+Evidence on the whole model's gradient calls the model once more on the batch. Where it returns the
+loss, as those of Hugging Face and nanoGPT do, that is the loss; else the gradient that the script's
+own backward() left at what the model returned is held fixed (`inside.returned_gradient`), and that
+is a finding. Only this file of the recorder needs
 `stability` in the script's environment. Leaves out what is done with the figures (`probed`).
 """
 
@@ -13,10 +15,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from attention_kernels import MaskArguments
 from stability.config.commands import GRADIENT_NEEDS
@@ -26,8 +29,17 @@ from stability.metrics.instability import crossings
 from stability.probe.attention_registry import ResolvedAttention, resolve_attention
 from stability.probe.captured_call import AttentionCall, BoundAttention
 from stability.probe.measurements import StepMeasurements
+from stability.records.events import GRADIENT_IN_PART
+
+if TYPE_CHECKING:  # in the process of a script it has another name
+    from stability.recorder.inside.returned_gradient import ReturnedGradient
 
 __all__ = ["GivenCall", "Instrument", "attend_by", "script_own"]
+
+_OF_RETURNED_LOSS = (
+    "seen in part: it is of the loss that the model returned, which is not all that the script's "
+    "loss is made of"
+)
 
 
 class GivenCall(NamedTuple):
@@ -36,6 +48,8 @@ class GivenCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     autocast: torch.dtype | None
+    returned: "ReturnedGradient"
+    """What the script's backward() leaves at what it returned."""
 
 
 class Instrument:
@@ -44,7 +58,8 @@ class Instrument:
     `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
     `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
     nothing. What it calls while it is `marked` is PyTorch's own. `returned_loss` finds the loss in
-    what a model returned, `state` gives the weights by name, `refusal` makes the error that ends a
+    what a model returned, and `keep_gradient` keeps the gradient there, given the place at which
+    the call began. `state` gives the weights by name, `refusal` makes the error that ends a
     training which lacks what is needed, of a sentence.
     """
 
@@ -54,6 +69,7 @@ class Instrument:
         write: Callable[[dict[str, Any]], None],
         apart: Callable[[], Any],
         returned_loss: Callable[[Any], Tensor | None],
+        keep_gradient: Callable[[Any, int, Tensor | None], "ReturnedGradient"],
         attention: str = "",
         sdpa: Callable[..., Tensor] | None = None,
         marked: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
@@ -62,12 +78,17 @@ class Instrument:
     ) -> None:
         self._state, self._refusal = state, refusal
         self._asked: dict[str, Any] = json.loads(asked)
-        self._write, self._apart, self._returned_loss = write, apart, returned_loss
+        self._write, self._apart = write, apart
+        self._returned_loss, self._keep_gradient = returned_loss, keep_gradient
         self._attention, self._sdpa, self._marked = attention, sdpa, marked
         self._ends = ExitStack()
         self._session: Shadow | None = None
         self._model: nn.Module | None = None
         self._call: GivenCall | None = None
+        self._is_refusable = True
+        """Whether no gradient was looked at yet."""
+        self._findings: dict[str, bool] = {}
+        """What is to be told of the gradient, and whether it was."""
         self._watched: dict[str, float] = {}
 
     def begin(self, model: nn.Module, first_step: int = 0) -> None:
@@ -105,33 +126,45 @@ class Instrument:
         found = resolve_attention(self._attention, next(model.parameters()).device)
         return replace(found, function=self._marked(found.function)) if self._marked else found
 
-    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Tell of a pass that trains; refused if its loss is needed, and not in its result."""
+    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any, begin: int) -> None:
+        """Tell of a pass that trains, and of the place in autograd's record at which it began."""
         every = int(self._asked.get("gradient_every", 0))
         if self._session is None or not every or model is not self._model:
             return
         if (self._session.steps + 1) % every:
             return
-        self._call = self._given(model, args, kwargs, result)
+        self._call = self._given(model, args, kwargs, result, begin)
 
-    def _given(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> GivenCall:
-        """Return what is needed to compute the loss of a pass once more; refused without one."""
-        if self._returned_loss(result) is None:
-            raise self._refusal(
-                "probe.gradient_every of the arm, or --gradient-every of `stability record`: "
-                f"{GRADIENT_NEEDS}, {type(model).__name__} returns {type(result).__name__}; let "
-                "it return both, or leave gradient_every out, and the gradient is not measured"
-            )
+    def _given(
+        self, model: nn.Module, args: Any, kwargs: Any, result: Any, begin: int
+    ) -> GivenCall:
+        """Return what is needed to take the gradient of a pass once more."""
         kind = next(model.parameters()).device.type
         is_on = torch.is_autocast_enabled(kind)
-        return GivenCall(args, dict(kwargs), torch.get_autocast_dtype(kind) if is_on else None)
+        return GivenCall(
+            *tree_map(_kept, (args, dict(kwargs))),
+            autocast=torch.get_autocast_dtype(kind) if is_on else None,
+            returned=self._keep_gradient(result, begin, self._returned_loss(result)),
+        )
 
     def step(self) -> None:
-        """Tell that an update was made."""
+        """Tell that an update was made; the training ends if its first look lacks a gradient."""
         if self._session is not None:
+            if self._call is not None and self._is_refusable:
+                self._check(self._call)
             with self._apart():
                 self._session.step()
             self._call = None
+
+    def _check(self, call: GivenCall) -> None:
+        lacks = call.returned.lacks
+        if lacks and not (call.returned.is_of_loss or call.returned.reaches_loss):
+            raise self._refusal(
+                "probe.gradient_every of the arm, or --gradient-every of `stability record`: "
+                f"{GRADIENT_NEEDS}; of {type(self._model).__name__} {lacks}; or leave "
+                "gradient_every out, and the gradient is not measured"
+            )
+        self._is_refusable = False
 
     def end(self) -> None:
         """Write what is left, and leave the model as it was."""
@@ -140,7 +173,7 @@ class Instrument:
             self._ends.close()
 
     def _loss(self) -> Tensor:
-        """Compute the loss of the last batch once more."""
+        """Compute the loss of the last batch once more, or what has its gradient at the result."""
         model, call = self._model, self._call
         if call is None or model is None:
             raise ValueError(
@@ -148,14 +181,22 @@ class Instrument:
             )
         kind = next(model.parameters()).device.type
         with torch.autocast(kind, dtype=call.autocast, enabled=call.autocast is not None):
-            loss = self._returned_loss(model(*call.args, **call.kwargs))
-        assert loss is not None
-        return loss
+            result = model(*call.args, **call.kwargs)
+        returned, loss = call.returned, self._returned_loss(result)
+        if loss is not None and returned.is_of_loss:
+            return loss
+        if loss is not None and returned.reaches_loss and returned.lacks:
+            self._findings.setdefault(f"{_OF_RETURNED_LOSS}: {returned.lacks}", False)
+            return loss
+        self._findings.setdefault(GRADIENT_IN_PART, False)
+        return returned.applied_to(result)
 
     def _take(self, step: int, measured: StepMeasurements) -> None:
         watched = measured.watched()
         found = crossings(watched, self._watched)
         self._watched |= watched
+        new = [text for text, was_told in self._findings.items() if not was_told]
+        self._findings.update(dict.fromkeys(new, True))
         self._write(
             {
                 "kind": "probe",
@@ -164,10 +205,18 @@ class Instrument:
                 "counts": measured.counts,
                 "events": [
                     *(["finding", layer, text] for layer, text in measured.findings),
+                    *(["finding", "gradient", text] for text in new),
                     *(["alert", one.layer, one.text] for one in found),
                 ],
             }
         )
+
+
+def _kept(x: Any) -> Any:
+    # a copy: a script may write its next batch into the same tensor before the look
+    if type(x) is not Tensor:
+        return x
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def script_own(

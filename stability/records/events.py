@@ -13,10 +13,23 @@ from typing import Any, Literal, get_args
 from stability.records.metric_log import LogContent, MetricLog, read_log
 from stability.records.metric_names import DRIFT_FROM
 
-__all__ = ["Event", "EventKind", "event_of", "log_event", "read_log_and_events"]
+__all__ = [
+    "GRADIENT_IN_PART",
+    "Event",
+    "EventKind",
+    "event_of",
+    "log_event",
+    "read_log_and_events",
+]
 
 EventKind = Literal["finding", "alert"]
 """A finding is a fact about an implementation; an alert is a metric past a threshold."""
+
+GRADIENT_IN_PART = (
+    "seen in part: it is taken through the model under the gradient that the script's own "
+    "backward() left at what the model returned; how that one would move is left out"
+)
+"""The finding on a whole model's gradient whose loss the script computes outside of the model."""
 
 _KEY = "event"
 _KINDS = get_args(EventKind)

@@ -35,6 +35,9 @@ from stability.records.snapshots import read_snapshot
 
 __all__ = ["Instrument"]
 
+_MOST_BYTES = 2**33
+"""Of gradients of losses that are kept; the batches that came until then are looked at."""
+
 
 class Instrument(instrument.Instrument):
     """Keeps what the model is given in its first passes, and plants the faults at the end.
@@ -49,17 +52,20 @@ class Instrument(instrument.Instrument):
         self._calls: list[GivenCall] = []
         self._modes: dict[nn.Module, bool] = {}
 
-    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        """Tell of a pass that trains; ValueError if its result holds no loss."""
-        if model is not self._model or len(self._calls) >= self._asked["looks"]:
+    def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any, begin: int) -> None:
+        """Tell of a pass that trains, and of the place in autograd's record at which it began."""
+        is_full = sum(call.returned.nbytes for call in self._calls) > _MOST_BYTES
+        if model is not self._model or is_full or len(self._calls) >= self._asked["looks"]:
             return
         self._modes = {module: module.training for module in model.modules()}
-        given = self._given(model, args, kwargs, result)
+        given = self._given(model, args, kwargs, result, begin)
         args, kwargs = tree_map(_kept, (given.args, dict(given.kwargs)))
         self._calls.append(given._replace(args=args, kwargs=kwargs))
 
     def step(self) -> None:
-        """Leave updates alone."""
+        """Tell that an update was made."""
+        if self._calls:
+            self._calls[-1].returned.move_to_host()
 
     def end(self) -> None:
         """Plant the faults, and write what they show, or why they could not be planted."""

@@ -152,7 +152,7 @@ class _Calls:
         if has_weights and self._looks:
             self._tell_made(module, (args, kwargs), result, begin, trains)
         if trains and own_train and self._training.instrument is not None:
-            self._training.instrument.called(module, args, kwargs, result)
+            self._training.instrument.called(module, args, kwargs, result, begin)
         return result
 
     def _tell_frozen(self, module: nn.Module, own_train: bool) -> None:

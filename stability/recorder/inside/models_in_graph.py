@@ -7,7 +7,7 @@ Leaves out what the models were given (`training`) and what lies between two of 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 from torch import Tensor, nn
 
@@ -34,6 +34,8 @@ class ModelsInGraph:
         self.beside: Dict[str, str] = {}
         """A hash of each model that does not train and that gradients went through."""
         self._reached: Set[int] = set()
+        self._told: Dict[int, Callable[[int], None]] = {}
+        """Who is told of the nodes by which losses enter a call, by where that began."""
 
     def add(self, begin: int, end: int, maker: str) -> None:
         """Tell what a call made, and its `maker` if what that was given has no hash, else ""."""
@@ -65,8 +67,14 @@ class ModelsInGraph:
         call = self._call_at(place)
         if call is not None:
             self._reached.add(call[0])
+            if call[0] in self._told:
+                self._told[call[0]](place)
             return call[0]
         return None if self._calls else UNKNOWN
+
+    def tell(self, begin: int, then: Callable[[int], None]) -> None:
+        """Call `then` with each node by which a loss enters the call that began here."""
+        self._told[begin] = then
 
     def watch(self, begin: int, end: int, result: Any) -> None:
         """Note once gradients go through what a call has returned; its graph stays as it is."""
@@ -88,6 +96,7 @@ class ModelsInGraph:
         """Tell of an optimizer's step: what comes now belongs to the next one."""
         del self._calls[:-_MOST_BEFORE]
         self._reached.clear()
+        self._told.clear()
 
     def _call_at(self, place: int) -> Optional[Tuple[int, int, str]]:
         index = bisect_left(self._calls, (place + 1,)) - 1

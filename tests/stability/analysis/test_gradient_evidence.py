@@ -12,7 +12,7 @@ from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.number_text import three_figures
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.study import PolicyConfig
-from stability.records.events import Event
+from stability.records.events import GRADIENT_IN_PART, Event
 from stability.records.metric_columns import Series
 from stability.records.metric_names import gradient_name
 from stability.records.paths import RunPaths
@@ -145,6 +145,17 @@ def test_with_few_looks_the_ratio_alone_is_judged():
     assert _judge(_run(_ratios(9, n=12))).state == "harmed"
     # a share that would be judged harmed, were there enough looks
     assert _judge(_run(_ratios(1, n=12), share=0.5, share_se=0.01)).state == "undecided"
+
+
+def test_what_looks_leave_out_is_said_once_whatever_they_show():
+    events = [Event(step, "finding", "gradient", GRADIENT_IN_PART) for step in (1, 2)]
+    events.append(Event(1, "finding", "layer_0", "seen in part: that is another's"))
+    for ratios in (_ratios(1.0), _ratios(9.0), [0.0] * 20, [1.0, math.nan]):
+        whole, part = _judge(_run(ratios)), _judge(_run(ratios, events=events))
+        assert not whole.in_part
+        assert part.state == whole.state
+        assert part.in_part == f"S{GRADIENT_IN_PART[1:]}."
+        assert part.sentence == f"{whole.sentence} {part.in_part}"
 
 
 def test_one_look_says_nothing():

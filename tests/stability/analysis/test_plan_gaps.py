@@ -70,7 +70,7 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
             {"probe": {**LOOKED, "gradient_every": 0}},
             "fa2: nothing looks at the whole model's gradient there: `probe: {candidate: "
             "flash:fa2, every: 1, gradient_every: 1}` in the arm, or in the base for all; for the "
-            "gradient the model must return its loss, as (logits, loss) or `.loss`",
+            "gradient the model must return its loss, or all that the script computes it from",
         ),
         (
             {"held_out": "none"},

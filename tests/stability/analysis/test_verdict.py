@@ -134,6 +134,13 @@ def test_a_pass_says_which_limits_are_wider_than_usual(study):
     assert said[4.0] == f"{said[2.0]}; at wider limits than usual: an error ratio of 4, not 2"
 
 
+def test_a_pass_says_which_level_was_seen_in_part(study):
+    gradient = replace(HOLDS["gradient"], in_part="Seen in part: by one eye.")
+    whole, part = (_outcome(study, levels) for levels in (HOLDS, _with(HOLDS, one=gradient)))
+    assert part.outcome == "PASS"
+    assert part.sentence == f"{whole.sentence}; the gradient level was seen in part"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_level_that_does_not_hold_is_enough(study, level):
     for state, outcome in (

@@ -10,6 +10,7 @@ from stability.cli.command_parts import with_seed
 from stability.cli.init import _updates
 from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
+from stability.records.events import GRADIENT_IN_PART
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
 PLAIN = [sys.executable, str(SCRIPTS / "plain.py")]
@@ -268,7 +269,7 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
 
 
-def test_a_model_without_its_loss_is_looked_at_without_its_gradient(
+def test_a_model_without_its_loss_is_looked_at_under_the_scripts_own_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As most scripts: `loss = F.cross_entropy(model(x), y)`."""
@@ -276,9 +277,30 @@ def test_a_model_without_its_loss_is_looked_at_without_its_gradient(
     words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
     assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
+    assert f"the whole model's gradient: {GRADIENT_IN_PART}" in said
+    arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
+    for arm in ("fa2", "broken"):
+        assert arms[arm].config.probe.settings()["gradient_every"] == 1
+
+
+def test_a_gradient_that_can_not_be_looked_at_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a loss to which the model adds what it keeps to itself."""
+    monkeypatch.chdir(tmp_path)
+    source = (SCRIPTS / "evaluates.py").read_text()
+    source = source.replace("        h = self.embed(x)\n", "        h = self.h = self.embed(x)\n")
+    source = source.replace("        loss.backward()\n", "        (loss + own.h.mean()).backward()\n")
+    (tmp_path / "train.py").write_text(source)
+    words = [sys.executable, "train.py", "--seed", "0"]
+    assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
     assert "Traceback" not in said
-    assert "the whole model's gradient is not: for that the model must return its loss" in said
-    assert "; no PASS without it. Let it do so" in said
+    assert (
+        "the whole model's gradient is not: for that the model must return its loss, or all that "
+        "the script computes it from; of Model something that was not returned is a part of the "
+        "loss. No PASS without it"
+    ) in said
     assert "2 attention calls were replaced by flash:fa2" in said
     text = (tmp_path / "study.yaml").read_text()
     assert "`gradient_every: 1`\n  # does, and for that the model must return its loss" in text

@@ -10,10 +10,11 @@ from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.study_records import read_study
 from stability.config.study import PolicyConfig
+from stability.records.events import GRADIENT_IN_PART
 from stability.records.metric_log import read_metrics
 from stability.records.metric_names import deviation_name, gradient_name
 from stability.records.witness import read_witness
-from tests.stability.recorder.recording import Recording, bits_of, run_alone, words
+from tests.stability.recorder.recording import SCRIPTS, Recording, bits_of, run_alone, words
 
 CANDIDATE = "flash:all_bf16"
 PROBE = ("--probe", CANDIDATE, "--every", "4")
@@ -97,13 +98,44 @@ def test_two_ranks_are_probed_on_the_first(
 
 
 @pytest.mark.slow
-def test_a_model_that_returns_no_loss_is_told_at_the_first_look(tmp_path: Path, capfd) -> None:
-    study = Recording(tmp_path, words("evaluates.py"))
+@pytest.mark.parametrize("flags", [[], ["--closure"]])
+def test_a_model_that_returns_no_loss_is_looked_at_under_the_scripts_own_gradient(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    study = Recording(tmp_path, words("evaluates.py", "--bf16", *flags))
+    alone = run_alone([*study.command, "--seed", "0"])
+    probe = ("--probe", CANDIDATE, "--every", "1", "--gradient-every", "1")
+    assert study.record("baseline", options=probe) == 0
+    assert bits_of(capsys.readouterr().out) == alone, "looking changes no bit"
+    assert study.record("narrow", options=("--attention", CANDIDATE, *probe[2:])) == 0
+    looked = values(study, "narrow", gradient_name("all", "ratio"))
+    assert list(looked) == list(range(1, 13))
+    assert min(looked.values()) > 1.0, "the candidate is the one that errs further"
+    assert max(values(study, "narrow", gradient_name("all", "baseline_error")).values()) < 2**-7
+    recorded = read_study(study.folder)
+    arm = next(arm for arm in recorded.candidates if arm.name == "narrow")
+    gradient = gradient_evidence(recorded, arm, PolicyConfig())
+    assert gradient.state != "not measured", gradient.sentence
+    assert gradient.sentence.endswith(f" S{GRADIENT_IN_PART[1:]}.")
+
+
+@pytest.mark.slow
+def test_a_gradient_that_can_not_be_looked_at_is_told_at_the_first_look(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = (SCRIPTS / "evaluates.py").read_text()
+    source = source.replace("        h = self.embed(x)\n", "        h = self.h = self.embed(x)\n")
+    source = source.replace("        loss.backward()\n", "        (loss + own.h.mean()).backward()\n")
+    (tmp_path / "train.py").write_text(source)
+    study = Recording(tmp_path, [sys.executable, str(tmp_path / "train.py")])
     assert study.record("baseline", options=(*PROBE, "--gradient-every", "2")) == 1
     captured = capfd.readouterr()
     said = re.sub(r"\s+", " ", captured.out + captured.err)
     assert "probe.gradient_every of the arm, or --gradient-every of `stability record`: " in said
-    assert "must return its loss, as (logits, loss) or `.loss`, Model returns Tensor; let" in said
+    assert (
+        "must return its loss, or all that the script computes it from; of Model something that "
+        "was not returned is a part of the loss; or leave"
+    ) in said
     assert "Traceback" not in said
     assert "exit code" not in said
 

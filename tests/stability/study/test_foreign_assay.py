@@ -152,8 +152,8 @@ def test_where_nothing_looks_no_fault_is_planted_and_the_verdict_says_so(
 ) -> None:
     assert said_of(recorded, "unlooked") == (
         "no faults were planted on it: nothing looks at the whole model's gradient there; give it "
-        "a probe with gradient_every, for which the model must return its loss, as (logits, loss) "
-        "or `.loss`"
+        "a probe with gradient_every, for which the model must return its loss, or all that the "
+        "script computes it from"
     )
 
 

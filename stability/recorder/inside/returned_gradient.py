@@ -1,0 +1,188 @@
+"""The gradient of a script's loss at what its model returned, as the script's own backward left it.
+
+Where a script computes the loss from what the model returns, nobody else can compute that loss once
+more. Its gradient at the result can be kept: under it, held fixed, the model's gradient can be
+taken again by any attention. A hook on the nodes that made the result hears it; nothing is put in
+the place of anything. What a node hears is the sum over all uses of what it made, the model's own
+among them, so that a loss which is made of two results, one made of the other, can't be looked at,
+nor one that is made of what the model did not return.
+
+Leaves out where the gradient is taken again (`recorder.instrument`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+
+import torch
+from torch import Tensor
+
+from .inputs import tensors_in
+from .loss_targets import place_in_graph
+from .models_in_graph import ModelsInGraph
+
+__all__ = ["ReturnedGradient", "keep_gradient"]
+
+_NOTHING = "no loss's backward() was seen to go through what was returned"
+_UNRETURNED = "something that was not returned is a part of the loss"
+_NESTED = "two results are parts of the loss, one of them made of the other"
+_OTHERWISE = "a result got a gradient by a way that was not seen, as through another model"
+_HOOKED = "a result has hooks of the model's own, which may change its gradient"
+
+
+class ReturnedGradient:
+    """The gradient at the tensors that one call of a model has returned, once it is there."""
+
+    def __init__(
+        self, models: ModelsInGraph, result: Any, begin: int, loss: Optional[Tensor]
+    ) -> None:
+        """Hear of the gradients of `result`, made by a call that began at the place `begin`.
+
+        `models` tell of what losses are made; `loss` is that in what was returned, if it has one.
+        """
+        self._models = models
+        self.gradients: Dict[int, Tensor] = {}
+        """By the tensor's place among those of the result."""
+        self._begin, self._end = begin, place_in_graph()
+        self._results: Dict[int, Dict[int, int]] = {}
+        """By a node's place and the number of its output: which tensor of the result that is."""
+        self._of_loss = -1
+        """The place of the node that made the loss."""
+        self._hooked: Set[int] = set()
+        self._entered: Set[int] = set()
+        """The places of the nodes from which losses went into the call."""
+        self._is_unreturned = False
+        nodes: Dict[int, Any] = {}
+        for index, (_, x) in enumerate(tensors_in(result, "")):
+            node: Any = x.grad_fn
+            if node is None or not begin <= node._sequence_nr() < self._end:
+                continue
+            place = node._sequence_nr()
+            nodes[place] = node
+            self._results.setdefault(place, {}).setdefault(x.output_nr, index)
+            if x is loss:
+                self._of_loss = place
+            if x._backward_hooks:
+                self._hooked.add(place)
+        self._below = _results_below(nodes, begin, self._end)
+        for place, node in nodes.items():
+            node.register_prehook(self._hearing(place))
+
+    @property
+    def is_of_loss(self) -> bool:
+        """Whether the loss that the model returned is all that losses are made of in this call."""
+        return self._of_loss >= 0 and self._entered <= {self._of_loss}
+
+    @property
+    def reaches_loss(self) -> bool:
+        """Whether the loss that the model returned is a part of what losses are made of."""
+        return self._of_loss in self._entered
+
+    @property
+    def lacks(self) -> str:
+        """Why the model's gradient can't be taken under this one, a clause; empty if it can."""
+        below = {each for place in self._entered for each in self._below.get(place, ())}
+        heard = {place for place, at in self._results.items() if self._is_heard(at)}
+        if not self._entered and not heard:
+            return _NOTHING
+        if self._is_unreturned or not self._entered <= self._results.keys():
+            return _UNRETURNED
+        if self._entered & below:
+            return _NESTED
+        if heard - self._entered - below:
+            return _OTHERWISE
+        if self._entered & self._hooked:
+            return _HOOKED
+        return "" if heard & self._entered else _NOTHING
+
+    def enters(self, place: int) -> None:
+        """Tell that a loss, which is about to be back-propagated, is made of this node's result."""
+        self._entered.add(place)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradients that are kept."""
+        return sum(x.numel() * x.element_size() for x in self.gradients.values())
+
+    def move_to_host(self) -> None:
+        """Keep the gradients in the host's memory, where there is room for those of many calls."""
+        self.gradients = {index: x.cpu() for index, x in self.gradients.items()}
+
+    def applied_to(self, result: Any) -> Tensor:
+        """Return a number whose gradient at `result`, of another such call, is the one kept here.
+
+        ValueError if it can't be, as in `lacks`, or if `result` is of other shapes.
+        """
+        if self.lacks:
+            raise ValueError(self.lacks)
+        found = dict(enumerate(x for _, x in tensors_in(result, "")))
+        terms: List[Tensor] = []
+        for place in sorted(self._entered):
+            for index in self._results[place].values():
+                gradient = self.gradients.get(index)
+                if gradient is None:
+                    continue
+                x = found.get(index)
+                if x is None or x.shape != gradient.shape:
+                    raise ValueError("called once more, the model returns tensors of other shapes")
+                terms.append((x * gradient.to(x.device, x.dtype)).sum())
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term.to(total.device, total.dtype)
+        return total
+
+    def _is_heard(self, outputs: Dict[int, int]) -> bool:
+        return any(index in self.gradients for index in outputs.values())
+
+    def _hearing(self, place: int) -> Callable[[Any], None]:
+        outputs = self._results[place]
+
+        def hear(gradients: Any) -> None:
+            # one that goes to no weight, or inside of a call whose loss can be computed once more
+            if not self._models.runs_backward or self.is_of_loss:
+                return
+            for number, gradient in enumerate(gradients):
+                if gradient is None:
+                    continue
+                index = outputs.get(number)
+                if index is None:
+                    self._is_unreturned = True
+                    continue
+                with torch.no_grad():
+                    known = self.gradients.get(index)
+                    # a copy: what comes after may write into it
+                    own = gradient.detach().clone()
+                    self.gradients[index] = own if known is None else known + own
+
+        return hear
+
+
+def keep_gradient(
+    models: ModelsInGraph, result: Any, begin: int, loss: Optional[Tensor]
+) -> ReturnedGradient:
+    """Return what will hold the gradient at `result`, told by `models` of what losses are made."""
+    kept = ReturnedGradient(models, result, begin, loss)
+    models.tell(begin, kept.enters)
+    return kept
+
+
+def _results_below(nodes: Dict[int, Any], begin: int, end: int) -> Dict[int, Set[int]]:
+    """Return which of the `nodes`, by place, each of them is made of, inside the call."""
+    above: Dict[int, Set[int]] = {place: set() for place in nodes}
+    """Of each node on the way, the results that it is made into."""
+    found: Dict[int, Set[int]] = {place: set() for place in nodes}
+    waiting: Dict[int, Any] = dict(nodes)
+    while waiting:
+        # what a node is made of has a smaller number, so that each is done once
+        place = max(waiting)
+        node = waiting.pop(place)
+        made_into = above.pop(place, set())
+        for each in made_into & found.keys():
+            if place in nodes:
+                found[each].add(place)
+        reached = made_into | ({place} if place in nodes else set())
+        for other, _ in node.next_functions:
+            if other is not None and begin <= other._sequence_nr() < end:
+                waiting[other._sequence_nr()] = other
+                above.setdefault(other._sequence_nr(), set()).update(reached)
+    return found
