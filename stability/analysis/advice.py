@@ -8,7 +8,12 @@ that were adopted tell no more than they hold. Leaves out what is missing (the l
 from typing import Literal
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.commands import GRADIENT_NEEDS, is_adopted, is_command
+from stability.config.commands import (
+    GRADIENT_NEEDS,
+    PRECISION_QUESTION,
+    is_adopted,
+    is_command,
+)
 
 __all__ = ["StudyKind", "Topic", "advice", "attention_is_not_its", "kind_of"]
 
@@ -28,8 +33,7 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "reference": {
         "config": "add an arm `reference: {role: reference}`",
         "commands": "add an arm one precision higher, like `reference: {role: reference, flags: "
-        "{dtype: fp32}}` beside BF16, in flags of the script's own; with a baseline in FP32 ask "
-        "the other way round, BF16 being the baseline",
+        "{dtype: fp32}}` beside BF16, in flags of the script's own; " + PRECISION_QUESTION,
         "recorded": "record such an arm with `--role reference`",
         "adopted": "adopt such a series with `--role NAME=reference`",
     },

@@ -35,6 +35,7 @@ from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next_look
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.training_evidence import training_evidence
+from stability.config.commands import PRECISION_QUESTION
 from stability.config.convert import nearest
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
@@ -256,6 +257,11 @@ def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[Record
             raise ValueError(
                 f"verdict: candidates must be arms of the study, got {name!r}; "
                 f"nearest: {nearest(name, names)}"
+            )
+        if arm.role == "reference":
+            raise ValueError(
+                f"verdict: candidates must be in question, got {name!r}, the reference: that it is "
+                f"no worse than the baseline says nothing of the baseline; {PRECISION_QUESTION}"
             )
         found.append(arm)
     return found

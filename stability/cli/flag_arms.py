@@ -9,10 +9,11 @@ from typing import Any
 
 from stability.cli.command_parts import CommandParts
 from stability.cli.study_text import reference_flags
+from stability.config.commands import PRECISION_QUESTION
 from stability.config.diff import are_same
 from stability.config.load import parse_value
 
-__all__ = ["OPTIONS", "flags_of_arms", "with_values_joined"]
+__all__ = ["OPTIONS", "flags_of_arms", "is_lower_precision", "with_values_joined"]
 
 OPTIONS = ("candidate", "broken")
 """The options, and the arms that they give."""
@@ -72,6 +73,13 @@ def flags_of_arms(parts: CommandParts, given: Mapping[str, str]) -> dict[str, di
     return arms
 
 
+def is_lower_precision(parts: CommandParts, own: Mapping[str, Any]) -> bool:
+    """Whether an arm with the flags `own` is known to ask for less precision than the command."""
+    flags = parts.flags | own
+    wider = reference_flags(flags)
+    return bool(wider) and _is_same_call(flags | wider, parts.flags, parts.place)
+
+
 def _why_not(option: str, text: str, other: str) -> str:
     """Return what is said of an arm that is another one: the baseline if `other` is empty."""
     begin = f"init: --{option} must be another change than"
@@ -84,7 +92,8 @@ def _why_not(option: str, text: str, other: str) -> str:
         return f"{begin} --{other}, got {text!r}: what is in question is not known to be harmed"
     if option == "candidate":
         return (
-            f"{begin} a reference to this command, got {text!r}: it would be measured from itself"
+            f"{begin} a reference to this command, got {text!r}: it would be measured from itself; "
+            + PRECISION_QUESTION
         )
     return f"{begin} a reference to this command, got {text!r}, which is no harm"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from stability.cli.command_parts import parts_of, with_seed
-from stability.cli.flag_arms import flags_of_arms, with_values_joined
+from stability.cli.flag_arms import flags_of_arms, is_lower_precision, with_values_joined
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
 from stability.cli.study_text import study_text
@@ -17,6 +17,7 @@ from stability.cli.templates import Template, check_no_fault, write_template
 from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import (
     GRADIENT_NEEDS,
+    PRECISION_QUESTION,
     command_training,
     own_steps,
     probe_settings,
@@ -125,6 +126,8 @@ def init(
             return FAILS
     notes = [said, why_not and f"no reference is written: {why_not}"]
     notes += [of_gradient, stopped]
+    if is_lower_precision(parts_of(given), arms.get("candidate", {})):
+        notes.append(f"{candidate} is a lower precision than the command's: {PRECISION_QUESTION}")
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
@@ -147,6 +150,9 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
         print_line(f"first, its numbers alone, in seconds: stability check {attention} --quick")
     todo = " and ".join(missing)
     print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
+    if "a candidate" in missing and _A_REFERENCE not in missing:
+        print_line("  without a candidate the ladder tells how far the baseline's precision moves")
+        print_line("  the weights, and how much the held-out loss differs, beside the reference")
     if _A_REFERENCE in missing:
         print_line("  a reference is the command one precision higher, as FP32 beside BF16 by")
         print_line("  autocast, by one flag of its own; without one there is no PASS")

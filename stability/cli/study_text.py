@@ -110,9 +110,9 @@ def study_text(
     """Return the YAML of a study of the command `words`.
 
     `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one;
-    `has_reference`: whether a reference is written where a flag is known; `has_gradient`: whether the
-    gradient of the whole model can be looked at; `arms`: the flags of a candidate
-    and of a broken arm, where they are given.
+    `has_reference`: whether a reference is written where a flag is known; `has_gradient`: whether
+    the gradient of the whole model can be looked at; `arms`: the flags of a candidate and of a
+    broken arm, where they are given.
     """
     parts = parts_of(words)
     seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"

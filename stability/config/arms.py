@@ -18,6 +18,7 @@ from stability.config.precision import precision_change, with_precision_text
 from stability.config.roles import (
     as_reference,
     check_end,
+    check_in_question,
     check_one_reference,
     given_change,
     given_role,
@@ -107,6 +108,7 @@ def _arm(study: StudyConfig, name: str, entry: Mapping[str, Any], place: Place) 
     role = role_of(given, name, differences, study.yardstick, place)
     until = given_until(entry, study.base.train, place)
     named = study.policy.candidates
+    check_in_question(role, name, named, place)
     is_judged = name in named if named else role == "candidate"
     check_end(until, study.base.train, place, is_judged=is_judged)
     return Arm(

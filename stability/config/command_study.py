@@ -29,6 +29,7 @@ from stability.config.load import (
 )
 from stability.config.masking import masked_values, secrets_in
 from stability.config.roles import (
+    check_in_question,
     check_one_reference,
     given_change,
     given_role,
@@ -265,6 +266,7 @@ def expand_commands(study: CommandStudy, root: Place | None = None) -> list[Comm
         differences = diff(base, config.recorded())
         role = role_of(given, name, differences, study.yardstick, place)
         check_one_reference(role, arms, place)
+        check_in_question(role, name, study.policy.candidates, place)
         arms.append(
             CommandArm(
                 name=name,

@@ -21,6 +21,7 @@ __all__ = [
     "GRADIENT_NEEDS",
     "OF_THE_RUN",
     "PLACEHOLDERS",
+    "PRECISION_QUESTION",
     "attention_name",
     "attention_values",
     "call_training",
@@ -46,6 +47,13 @@ CHANGES = ("init", "batches")
 
 GRADIENT_NEEDS = "the model must return its loss, or all that the script computes it from"
 """What a look at the whole model's gradient needs of a script, whose model is called once more."""
+
+PRECISION_QUESTION = (
+    "whether a low precision matters by itself gets no PASS: make it the baseline, the higher one "
+    "the reference, and put nothing in question; the ladder then tells how far it moves the "
+    "weights, and how much the held-out loss differs"
+)
+"""What is said where a study asks for a precision, beside whose error all others are judged."""
 
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""

@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 from stability.config.attentions import IMPLEMENTATIONS
 from stability.config.axes import axes_of, touches
+from stability.config.commands import PRECISION_QUESTION
 from stability.config.convert import Place, nearest
 from stability.config.schema import (
     BASELINE,
@@ -35,6 +36,7 @@ __all__ = [
     "REFERENCE_AXES",
     "as_reference",
     "check_end",
+    "check_in_question",
     "check_one_reference",
     "default_role",
     "given_change",
@@ -202,6 +204,18 @@ def check_one_reference(role: Role, arms: Iterable[Any], place: Place) -> None:
     if first is not None:
         raise place.at("role").error(
             f"must be reference in one arm of a study, and {first.name} is one"
+        )
+
+
+def check_in_question(role: Role, name: str, candidates: Iterable[str], place: Place) -> None:
+    """ConfigError for the reference among the policy's `candidates`.
+
+    That it is no worse than the baseline says nothing of the baseline, which it is there to judge.
+    """
+    if role == "reference" and name in candidates:
+        raise place.at("role").error(
+            f"must not be reference in an arm of policy.candidates, got {name!r}: that it is no "
+            f"worse than the baseline says nothing of the baseline; {PRECISION_QUESTION}"
         )
 
 

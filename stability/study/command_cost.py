@@ -17,7 +17,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ from stability.config.masking import without_secrets
 from stability.config.schema import BASELINE
 from stability.probe.schedule import Schedule
 from stability.recorder.held_out import NONE_SEEN
+from stability.recorder.inside.start_dtypes import other_dtypes
 from stability.recorder.spooled import Spooled, read_spool
+from stability.records.snapshots import snapshot_dtypes
 from stability.study.cost_estimate import REPORT_BYTES
 from stability.study.foreign import RunFailedError, commanded
 from stability.study.foreign_plan import ForeignRun
@@ -64,6 +66,8 @@ class CommandTrial:
     """Of what is written once."""
     memory: Mapping[str, int]
     """The most bytes that its processes have held, as `Spooled.memory`."""
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    """Of its start weights, by name."""
     evaluates: bool = True
     """Whether its script was seen to evaluate, or was not asked for it."""
 
@@ -114,9 +118,9 @@ def cost_of_commands(
 
     `told` is given a line before each trial, which takes seconds to minutes. ValueError, before the
     first one, for a function that is named and not there; and, naming the arm, for a command that
-    fails, or makes less updates than a trial.
+    fails, makes less updates than a trial, or has weights of other dtypes than the baseline's.
     """
-    first = runs[0].seed
+    first, first_arm = runs[0].seed, runs[0].arm
     check_named_functions(runs, {run.arm: folder_of(run) for run in runs if run.seed == first})
     keys = {run.arm: _key(run) for run in runs if run.seed == first}
     trials: dict[str, CommandTrial] = {}
@@ -135,6 +139,9 @@ def cost_of_commands(
         of_looks += looks
         states += (1 + len(run.asked.snapshot_steps)) * trial.state_bytes
         records += trial.fixed_bytes + run.asked.steps * trial.update_bytes
+    for arm, key in keys.items():
+        if said := other_dtypes(trials[key].dtypes, trials[keys[first_arm]].dtypes):
+            raise ValueError(f"arm {arm}: {said}")
     known = dict.fromkeys(x for each in trials.values() for x in each.memory)
     return CommandCost(
         runs=len(runs),
@@ -258,5 +265,10 @@ def _trial(run: ForeignRun, spooled: Spooled, whole: float) -> CommandTrial:
         update_bytes=log / steps[-1],
         fixed_bytes=sum(sizes.values()) - of_states - log,
         memory=spooled.memory,
+        dtypes={
+            name: dtype
+            for name, dtype in snapshot_dtypes(run.paths.held_snapshot(0)).items()
+            if name not in spooled.buffers
+        },
         evaluates=not any(NONE_SEEN in note for note in spooled.held_out.notes),
     )

@@ -12,7 +12,7 @@ Leaves out where the gradient is taken again (`recorder.instrument`).
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set
 
 import torch
 from torch import Tensor

@@ -73,7 +73,8 @@ def test_every_key_that_is_advised_exists(kind, known, tmp_path):
 @pytest.mark.parametrize("kind", ["commands", "recorded"])
 def test_what_a_look_at_the_gradient_needs_of_a_script_is_said(kind, tmp_path):
     assert advice(of(kind, tmp_path), "gradient").endswith(
-        "20 looks, for which the model must return its loss, or all that the script computes it from"
+        "20 looks, for which the model must return its loss, or all that the script computes it "
+        "from"
     )
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.command_parts import with_seed
+from stability.cli.command_parts import parts_of, with_seed
+from stability.cli.flag_arms import flags_of_arms, is_lower_precision
 from stability.cli.init import _updates
 from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
+from stability.config.commands import PRECISION_QUESTION
 from stability.records.events import GRADIENT_IN_PART
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -290,7 +292,7 @@ def test_a_gradient_that_can_not_be_looked_at_is_left_out(
     monkeypatch.chdir(tmp_path)
     source = (SCRIPTS / "evaluates.py").read_text()
     source = source.replace("        h = self.embed(x)\n", "        h = self.h = self.embed(x)\n")
-    source = source.replace("        loss.backward()\n", "        (loss + own.h.mean()).backward()\n")
+    source = source.replace("loss.backward()\n", "(loss + own.h.mean()).backward()\n")
     (tmp_path / "train.py").write_text(source)
     words = [sys.executable, "train.py", "--seed", "0"]
     assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
@@ -412,6 +414,36 @@ def test_an_attention_needs_as_many_updates_as_the_gradient_needs_looks(
     said = " ".join(capsys.readouterr().err.split())
     assert f"steps must be >= 20 with --attention, got 19, {whose}: the gradient is judged" in said
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "is_lower"),
+    [
+        (["--seed", "0"], "bf16=true", True),
+        (["--seed", "0", "--dtype", "float32"], "dtype=bfloat16", True),
+        (["--seed", "0", "--bf16"], "lr=0.1", False),
+        (["--seed", "0"], "lr=0.1", False),
+        (["--seed", "0", "--dtype", "bfloat16"], "dtype=float16", False),
+    ],
+)
+def test_a_candidate_of_lower_precision_is_told_from_others(own, asked, is_lower) -> None:
+    parts = parts_of(["python", "train.py", *own])
+    arms = flags_of_arms(parts, {"candidate": asked})
+    assert is_lower_precision(parts, arms["candidate"]) == is_lower
+
+
+@pytest.mark.slow
+def test_a_question_of_precision_is_told_what_answers_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
+    assert code_of("init", "--candidate", "bf16=true", "--", *words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"bf16=true is a lower precision than the command's: {PRECISION_QUESTION}" in said
+    assert code_of("init", "--to", "other.yaml", "--", *words, "--bf16") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "without a candidate the ladder tells how far the baseline's precision moves" in said
 
 
 def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:

@@ -103,6 +103,15 @@ def test_a_study_of_commands_has_one_reference(tmp_path: Path) -> None:
         expand_commands(load_command_study(path))
 
 
+def test_the_reference_is_in_no_question(tmp_path: Path) -> None:
+    """FP32 that is no worse than BF16 would pass, however bad BF16 is."""
+    path = written(tmp_path, arms={"fp32": {"role": "reference", "flags": {"bf16": False}}})
+    content = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**content, "policy": {"candidates": ["fp32"]}}))
+    with pytest.raises(ConfigError, match=r"must not be reference in an arm of policy\.candidates"):
+        expand_commands(load_command_study(path))
+
+
 def test_overrides_lie_over_the_base(tmp_path: Path) -> None:
     study = load_command_study(written(tmp_path), {"train.steps": "7", "flags.lr": "1e-3"})
     assert (study.base.train.steps, study.base.flags["lr"]) == (7, 1e-3)

@@ -184,6 +184,13 @@ def test_a_study_has_one_reference(read):
         read({"one": {"role": "reference"}, "two": {"role": "reference"}})
 
 
+def test_the_reference_is_in_no_question(read):
+    policy = {"policy": {"candidates": ["exact", "flash"]}}
+    arms = {"exact": {"role": "reference"}, "flash": {"attention": {"implementation": "flash"}}}
+    with pytest.raises(ConfigError, match=r"arms.exact.role: must not be reference in an arm of"):
+        read(arms, **policy)
+
+
 def test_nothing_is_higher_than_64_true(read):
     with pytest.raises(ConfigError, match=r"arms.x.role: must not be reference .* 64-true already"):
         read({"x": {"role": "reference"}}, {"precision": "64-true"})

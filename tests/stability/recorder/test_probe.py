@@ -125,7 +125,7 @@ def test_a_gradient_that_can_not_be_looked_at_is_told_at_the_first_look(
 ) -> None:
     source = (SCRIPTS / "evaluates.py").read_text()
     source = source.replace("        h = self.embed(x)\n", "        h = self.h = self.embed(x)\n")
-    source = source.replace("        loss.backward()\n", "        (loss + own.h.mean()).backward()\n")
+    source = source.replace("loss.backward()\n", "(loss + own.h.mean()).backward()\n")
     (tmp_path / "train.py").write_text(source)
     study = Recording(tmp_path, [sys.executable, str(tmp_path / "train.py")])
     assert study.record("baseline", options=(*PROBE, "--gradient-every", "2")) == 1

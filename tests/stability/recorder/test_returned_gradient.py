@@ -321,7 +321,8 @@ def _set_by_hand(model: Model, x: Tensor, y: Tensor) -> None:
 
 def _penalized(model: Model, x: Tensor, y: Tensor) -> None:
     logits = model(x)
-    (inner,) = torch.autograd.grad(logits.logsumexp(-1).sum(), [model.trunk.bias], create_graph=True)
+    summed = logits.logsumexp(-1).sum()
+    (inner,) = torch.autograd.grad(summed, [model.trunk.bias], create_graph=True)
     (_entropy(logits, y) + inner.square().sum()).backward()
 
 

@@ -217,6 +217,16 @@ def test_an_arm_that_can_not_be_timed_is_named(folder, capsys, flags, said):
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
+def test_an_arm_on_weights_of_another_dtype_is_told_before_the_first_run(folder, capsys):
+    wide = "import torch, sys\nif '--lr' in sys.argv: torch.set_default_dtype(torch.float64)\n"
+    path = study_of(folder, "plain.py", {"wide": {"flags": {"lr": 0.1}}}, before=wide)
+    assert code_of("estimate", str(path)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "arm wide: start weights must have the baseline's dtypes, " in said
+    assert "is float64 and not float32" in said
+
+
 @pytest.mark.parametrize("seconds", [60.0, 3600.0])
 def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds):
     probe = {"candidate": "flash:fa2", "every": 1, "gradient_every": 1}
