@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from stability.config.schema import BASELINE
 from stability.records.distances import DistanceMatrix
 
-__all__ = ["EnergyTest", "energy_test"]
+__all__ = ["TOLD", "EnergyTest", "energy_test"]
 
 MOST_ENUMERATED = 200_000
 PERMUTATIONS = 9_999

@@ -76,7 +76,8 @@ def operator_evidence(
     elif found.decides == _WILD_DECIDES:
         found = replace(found, decides=f"{_WILD_DECIDES}; {advice(study, 'wild_look')}")
     elif found.decides:
-        found = replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'operator')}")
+        more = more_looks(study, arm, "operator")
+        found = replace(found, decides=f"{found.decides}, {more}{_under_autocast(study, arm)}")
     missing = unseen(study, arm, tables)
     if not missing or found.state == "harmed":
         return found
@@ -90,6 +91,15 @@ def operator_evidence(
         decides=advice(study, "all_looks"),
         p_holds=1.0,
     )
+
+
+def _under_autocast(study: RecordedStudy, arm: RecordedArm) -> str:
+    """Return where to look first for a user's own attention under autocast, which may change it."""
+    name = str(arm.diff.get("attention.implementation", ("", ""))[-1])
+    is_own = ":" in name and name.partition(":")[0] not in ("flash", "sdpa", "emulated")
+    if not is_own or not str(study.base.get("precision", "")).endswith("-mixed"):
+        return ""
+    return f"; but first see whether `stability check {name}` says that autocast changes its bits"
 
 
 def changes_attention(arm: RecordedArm) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stability.analysis.advice import advice
-from stability.analysis.energy_test import EnergyTest, energy_test
+from stability.analysis.energy_test import TOLD, EnergyTest, energy_test
 from stability.analysis.evidence import LevelEvidence, LevelState, silent_level
 from stability.analysis.excess import Excess, excess_at, excess_over_seeds, seeds_that_decide
 from stability.analysis.left_out import (
@@ -385,7 +385,8 @@ def _sentence(
         said += f" Its predictions are {three_figures(in_predictions)} times as far."
     for what, test in tests.items():
         if what == "weights" or question.predictions:
-            said += f" By its {what} it {test.sentence}."
+            no_harm = ", which is no harm by itself" if test.p <= TOLD else ""
+            said += f" By its {what} it {test.sentence}{no_harm}."
     return said + _of_declared(question)
 
 

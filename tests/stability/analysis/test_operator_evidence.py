@@ -232,6 +232,24 @@ def test_looks_of_all_seeds_are_taken_together():
     assert found.state == "holds"
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "is_told"),
+    [
+        ("mine:attend", "bf16-mixed", True),
+        ("mine:attend", "bf16-true", False),
+        ("flash:fa2", "bf16-mixed", False),
+    ],
+)
+def test_where_an_own_attention_is_undecided_autocast_is_looked_at_first(name, precision, is_told):
+    arm = _arm([_log(np.random.default_rng(5), looks=2)])
+    arm = replace(arm, diff={"attention.implementation": ["baseline", name]})
+    study = replace(STUDY, base={**STUDY.base, "precision": precision})
+    found = operator_evidence(study, arm, POLICY)
+    assert found.state == "undecided"
+    said = f"; but first see whether `stability check {name}` says that autocast changes its bits"
+    assert (found.decides.endswith(said), "autocast" in found.decides) == (is_told, is_told)
+
+
 def test_arms_on_other_axes_have_no_operator_level():
     metrics = _log(np.random.default_rng(10), gain=5e-3)
     other = _arm([metrics], axis="precision", diff={"precision": ["a", "b"]})

@@ -260,7 +260,7 @@ def test_a_step_named_late_can_harm_but_not_hold(tmp_path):
 def test_predictions_are_told_beside_the_weights(tmp_path):
     found = _of(write_study(tmp_path, parts(candidate=candidate(1.5))))
     assert found.figures["excess_predictions"] == pytest.approx(1.5, rel=0.01)
-    told = "it can be told from a nudge (p 0.00098, the least possible here)"
+    told = "it can be told from a nudge (p 0.00098, the least possible here), which is no harm by"
     assert f"By its weights {told}" in found.sentence
     assert "By its predictions it can be told from a nudge" in found.sentence
 

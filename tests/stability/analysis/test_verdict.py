@@ -136,9 +136,7 @@ def test_a_pass_says_which_limits_are_wider_than_usual(study):
 
 def test_the_reference_is_in_no_question(study):
     """That it is no worse than the baseline says nothing of the baseline."""
-    arms = [
-        replace(arm, role="reference") if arm.name == "flash_fa2" else arm for arm in study.arms
-    ]
+    arms = [replace(x, role="reference") if x.name == "flash_fa2" else x for x in study.arms]
     with pytest.raises(ValueError, match="got 'flash_fa2', the reference: that it is no worse"):
         judge_arms(replace(study, arms=arms), PolicyConfig(candidates=("flash_fa2",)))
 
