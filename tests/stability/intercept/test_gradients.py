@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_kernels import golden_attention
@@ -198,3 +198,44 @@ def test_isolated_widens_what_the_loss_itself_brings_in(by_name):
     metrics = session.gradient_metrics
     assert 0 < metrics["gradient/all/baseline_error"] < 2**-20
     assert 0.1 < metrics["gradient/all/ratio"] < 10
+
+
+def _ratio(candidate: str, *, is_fixed: bool) -> float:
+    """Return the geometric mean of the errors' ratio over 12 looks at a training in BF16.
+
+    Each look is at the loss of its batch, or under its gradient at the logits, held fixed.
+    """
+    model, ratios, now = _model(), [], {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def logits() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(now["batch"][:, :-1])
+
+    def entropy(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.float().flatten(0, 1), now["batch"][:, 1:].flatten())
+
+    def loss() -> Tensor:
+        return (logits() * now["kept"]).sum() if is_fixed else entropy(logits())
+
+    sinks = [lambda _, measured: ratios.append(measured.metrics["gradient/all/ratio"])]
+    options = {"every": 0, "gradient_every": 1, "loss": loss, "sinks": sinks}
+    with shadow(model, candidate, **options) as session:
+        for step in range(12):
+            now["batch"] = tokens(step)
+            optimizer.zero_grad()
+            found = logits()
+            found.retain_grad()
+            entropy(found).backward()
+            now["kept"] = found.grad.clone()
+            optimizer.step()
+            session.step()
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("candidate", ["flash:fa2", "flash:all_bf16", "flash:fa2+out_gain_1pct"])
+def test_under_a_gradient_held_fixed_at_the_result_the_ratio_is_that_of_the_loss(candidate):
+    """As in a script that computes the loss itself (`recorder.inside.returned_gradient`)."""
+    fixed, whole = (_ratio(candidate, is_fixed=is_fixed) for is_fixed in (True, False))
+    assert fixed == pytest.approx(whole, rel=0.05)

@@ -248,16 +248,38 @@ def attend(q, k, v, *, causal, scale=None):
 """
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study of `examples`, and an arm beside its own: a wrong attention of a user's."""
+LOSS_OUTSIDE = (
+    (
+        "        if y is None:\n            return logits\n"
+        "        return logits, F.cross_entropy(logits.float().flatten(0, 1), y.flatten())\n",
+        "        return logits\n",
+    ),
+    (
+        "        return model(tokens[:, :-1], tokens[:, 1:])[1]\n",
+        "        logits = model(tokens[:, :-1])\n"
+        "        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())\n",
+    ),
+)
+"""What makes of the example a script whose model returns logits alone."""
+
+
+@pytest.fixture(scope="module", params=["returned", "outside"])
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study of `examples`, and an arm beside its own: a wrong attention of a user's.
+
+    The loss is what the model returns, or is computed outside of it.
+    """
     folder = tmp_path_factory.mktemp("judged")
     shutil.copytree(EXAMPLES, folder / "examples")
     # with a constant in the model, which is in no snapshot that a fault is planted at
     script = folder / "examples" / "gpt.py"
     made = "        self.mlp = nn.Sequential("
     with_mask = f'        self.register_buffer("mask", torch.ones(3))\n{made}'
-    script.write_text(script.read_text(encoding="utf-8").replace(made, with_mask), "utf-8")
+    text = script.read_text(encoding="utf-8").replace(made, with_mask)
+    for inside, outside in LOSS_OUTSIDE if request.param == "outside" else ():
+        assert inside in text
+        text = text.replace(inside, outside)
+    script.write_text(text, encoding="utf-8")
     (folder / "examples" / "mine.py").write_text(WRONG, encoding="utf-8")
     content = yaml.safe_load((folder / "examples" / "verdict.yaml").read_text(encoding="utf-8"))
     content["arms"]["wrong"] = {**content["arms"]["fa2"], "attention": "mine:attend"}
@@ -281,6 +303,8 @@ def test_a_swapped_attention_passes_where_its_faults_are_found_and_a_wrong_one_f
     assert "all 11 planted faults were found: 11 at the operator, 7 in the gradient" in (
         right.sentence
     )
+    is_outside = "y is None" not in (judged.parents[1] / "examples" / "gpt.py").read_text()
+    assert ("the gradient level was seen in part" in right.sentence) == is_outside
     assert not verdict.exploratory
     assert wrong is not None
     assert wrong.outcome == "FAIL", wrong.sentence
