@@ -317,7 +317,7 @@ def test_a_study_comes_to_its_verdict_beside_the_oldest_versions(
         study.write_text(in_short(study.read_text(encoding="utf-8")), encoding="utf-8")
         run(stability, "run", "study.yaml", cwd=folder)
         judged = run(stability, "verdict", "runs/my_kernel", cwd=folder, code=3)
-        assert "mine INCONCLUSIVE. It has 1 of the 3 seeds of the first look" in judged
+        assert "mine INCONCLUSIVE. It has, with its controls, 1 of the 3 seeds" in judged
         run(stability, "report", "runs/my_kernel", cwd=folder)
         run(stability, "verify", "runs/my_kernel", cwd=folder)
         manifest = folder / "runs" / "my_kernel" / "mine" / "seed-0" / "manifest.json"

@@ -93,7 +93,8 @@ def training_evidence(
     except ValueError as error:
         return _silent("not measured", str(error), advice(study, "distances"))
     if not window.step:
-        return _silent("not measured", *_why_no_step(study, window, distances, reference.name))
+        why = _why_no_step(study, window, distances, reference.name)
+        return replace(_silent("not measured", *why), cell="no step to judge")
     weights = {s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights}
     return _judge(
         _Question(

@@ -358,7 +358,8 @@ def _outcome(
     rest = f"; {listed(silent)} {agreeing(silent, 'does')} not apply" if silent else ""
     if not look_at(count):
         return "INCONCLUSIVE", (
-            f"it has {count} of the {LOOKS[0]} seeds of the first look{_trouble(needed)}{rest}"
+            f"it has, with its controls, {count} of the {LOOKS[0]} seeds of the first look"
+            f"{_trouble(needed)}{rest}"
         )
     lacking, undecided = by_state["not measured"], by_state["undecided"]
     said = [

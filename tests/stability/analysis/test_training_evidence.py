@@ -332,6 +332,7 @@ def test_nudges_that_are_restless_at_once_leave_no_step(tmp_path):
     found = _of(write_study(tmp_path, parts(candidate=candidate(), nudge=wild)))
     assert found.state == "not measured"
     assert "there is no step to judge at: at step 15 nudge has" in found.sentence
+    assert found.cell == "no step to judge", "and not as if nobody had measured it"
     assert "add earlier snapshots" in found.decides
 
 

@@ -282,7 +282,7 @@ def test_a_candidate_that_fails_is_told_though_another_has_not_reached_a_look(st
     answer = answer_of(two)
     assert answer.outcome == "FAIL"
     assert answer.sentences[0].startswith("flash_fa2 FAIL: it is lost where the baseline is sound,")
-    assert answer.sentences[1].startswith("fp32 INCONCLUSIVE: it has 1 of the 3 seeds")
+    assert answer.sentences[1].startswith("fp32 INCONCLUSIVE: it has, with its controls, 1 of")
 
 
 def test_one_candidate_at_its_look_is_answered_though_another_is_not(study, monkeypatch):
@@ -411,7 +411,7 @@ def test_before_the_first_look_only_facts_count(synthetic, tmp_path):
     folder = synthetic.write_synthetic(tmp_path / "two", seeds=[0, 1])
     study = with_broken(read_study(folder))
     assert _outcome(study, HOLDS).outcome == "INCONCLUSIVE"
-    assert "2 of the 3 seeds of the first look" in _outcome(study, HOLDS).sentence
+    assert "with its controls, 2 of the 3 seeds of" in _outcome(study, HOLDS).sentence
     assert _outcome(study, HARMED).outcome == "INCONCLUSIVE"
     fact = _evidence("outcome", "harmed", 0.0, 1.0)
     assert _outcome(study, _with(HOLDS, one=fact)).outcome == "FAIL"
