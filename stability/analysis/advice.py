@@ -10,7 +10,6 @@ from typing import Literal
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.commands import (
     GRADIENT_NEEDS,
-    PRECISION_QUESTION,
     is_adopted,
     is_command,
 )
@@ -33,7 +32,8 @@ _ADVICE: dict[Topic, dict[StudyKind, str]] = {
     "reference": {
         "config": "add an arm `reference: {role: reference}`",
         "commands": "add an arm one precision higher, like `reference: {role: reference, flags: "
-        "{dtype: fp32}}` beside BF16, in flags of the script's own; " + PRECISION_QUESTION,
+        "{dtype: fp32}}` beside BF16, in flags of the script's own; beside a baseline in FP32 none "
+        "will do: make BF16 the baseline and FP32 the reference",
         "recorded": "record such an arm with `--role reference`",
         "adopted": "adopt such a series with `--role NAME=reference`",
     },

@@ -61,8 +61,7 @@ class LevelEvidence:
     p_holds: float = math.nan
     """How likely such evidence is if the harm exceeds its limit; NaN where there is none."""
     in_part: str = ""
-    """What was looked at and what was left out, in sentences that the sentence ends with; empty
-    where all was seen."""
+    """Where not all was seen: what was, and what is left out, as the sentence ends."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
 

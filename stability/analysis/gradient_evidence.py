@@ -29,6 +29,7 @@ from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.study import PolicyConfig
+from stability.records.events import is_in_part
 from stability.records.metric_names import ALL_WEIGHTS, gradient_name, parse_gradient
 
 __all__ = ["LOOKS_NEEDED", "gradient_evidence"]
@@ -75,8 +76,18 @@ def gradient_evidence(
         )
     run = min(looked, key=lambda one: list(study.seeds).index(one.seed))
     found = _judged(run, policy)
+    if unmade := _unmade(run):
+        mended = f"mend that first; {found.decides}" if found.decides else ""
+        found = replace(found, sentence=f"{found.sentence} {unmade}", decides=mended)
     if in_part := _seen_in_part(run):
-        found = replace(found, sentence=f"{found.sentence} {in_part}", in_part=in_part)
+        # the share gives room: it is in the sentence
+        marked = f"{found.cell.partition(' f ')[0]}, in part"
+        found = replace(
+            found,
+            sentence=f"{found.sentence} {in_part}",
+            cell=marked if len(marked) <= 16 else found.cell,
+            in_part=in_part,
+        )
     if found.state != "undecided" or found.decides in (_WILD_DECIDES, _NO_ROUNDING_DECIDES):
         return found
     return replace(found, decides=f"{found.decides}, {more_looks(study, arm, 'gradient')}")
@@ -302,10 +313,24 @@ def _figures(run: RecordedRun, ratio: _Figure, share: _Figure, looks: int) -> Ma
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
+def _unmade(run: RecordedRun) -> str:
+    """Return in a sentence why looks could not be made, whatever the candidate; empty if all were.
+
+    Golden and baseline are the model's own: what stops them is no fault of a candidate's.
+    """
+    found = (
+        re.match(r"(?:golden|baseline): (?:\w+: )?(.+)", event.text)
+        for event in run.events
+        if event.layer == "gradient"
+    )
+    reasons = list(dict.fromkeys(each[1] for each in found if each))
+    return f"Not every look could be made: {', and '.join(reasons)}." if reasons else ""
+
+
 def _seen_in_part(run: RecordedRun) -> str:
     """Return in sentences what the looks leave out, as where the model returns no loss."""
     texts = [event.text for event in run.events if event.layer == "gradient"]
-    parts = [text for text in dict.fromkeys(texts) if text.startswith("seen in part")]
+    parts = [text for text in dict.fromkeys(texts) if is_in_part(text)]
     return " ".join(f"{text[0].upper()}{text[1:]}." for text in parts)
 
 

@@ -21,7 +21,10 @@ from stability.config.commands import GRADIENT_NEEDS
 
 __all__ = ["NO_QUESTION", "plan_gaps"]
 
-NO_QUESTION = "no arm is in question: add one, as `candidate: {flags: {a-flag: its-other-value}}`"
+NO_QUESTION = (
+    "no arm is in question, so that the ladder alone is made; for a verdict add one, as "
+    "`candidate: {flags: {a-flag: its-other-value}}`"
+)
 
 
 def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -15,7 +15,7 @@ from stability.analysis.looks import FEW, OperatorLimits
 from stability.analysis.noise import below_the_noise
 from stability.analysis.place_table import JUDGED, Judged, PlaceTable, place_tables, samples_of
 from stability.analysis.probe_records import RecordedProbe
-from stability.records.events import Event
+from stability.records.events import Event, is_in_part
 from stability.records.metric_columns import Series
 from stability.records.metric_names import in_order, parse_deviation
 
@@ -157,7 +157,7 @@ def _unseen(probed: RecordedProbe, names: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence for each reason why calls were not compared, with its layers."""
     where: dict[str, list[str]] = {}
     for event in probed.events:
-        is_part = event.text.startswith("seen in part")
+        is_part = is_in_part(event.text)
         is_of_candidate = any(event.text.startswith(f"{name}: ") for name in (*names, GOLDEN))
         if event.kind != "finding" or event.layer in ("", "model") or is_of_candidate:
             continue

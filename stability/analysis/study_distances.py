@@ -16,7 +16,6 @@ from stability.analysis.left_out import judges_all
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.window import Window, pick_window, window_changes, window_of
-from stability.config.commands import PRECISION_QUESTION
 from stability.config.diff import are_same
 from stability.config.study import PolicyConfig
 from stability.records.distances import SeedDistances, read_distances, with_parents
@@ -51,7 +50,8 @@ def why_itself(study: RecordedStudy, arm: RecordedArm) -> tuple[str, str] | tupl
     return (
         f"{arm.name} changes what {reference.name}, the reference, changes, and would be measured "
         "from itself",
-        f"put another change in question; {PRECISION_QUESTION}",
+        "put another change in question; how far the baseline is from the reference, the ladder "
+        "and the report tell",
     )
 
 

@@ -39,7 +39,7 @@ from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.unseen_harm import what_may_show
 from stability.analysis.window import Window, nearness_of
 from stability.config.axes import CHANGES_WEIGHTS, axes_of, touches
-from stability.config.commands import PRECISION_QUESTION, is_command
+from stability.config.commands import is_command
 from stability.config.roles import REFERENCE_AXES
 from stability.config.schema import BASELINE
 from stability.config.study import PolicyConfig
@@ -175,8 +175,8 @@ def _why_no_step(
         f"{said}; {reference} is no farther from the baseline than a nudge is, "
         f"{three_figures(times)} times as far at step {step}, so that chaos hides the baseline's "
         "own error",
-        "add earlier snapshots where the low precision is the baseline and the higher one the "
-        f"reference; else {PRECISION_QUESTION}",
+        "make the low precision the baseline and the higher one the reference; where they are so "
+        "already, add earlier snapshots",
     )
 
 

@@ -230,7 +230,7 @@ def _with_reserve(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
     ]
     said = [arm.sentence]
     if parts := [level for level, evidence in arm.levels.items() if evidence.in_part]:
-        said.append(f"{listed(parts)} {'was' if len(parts) == 1 else 'were'} seen in part")
+        said.append(f"{listed(parts)} {agreeing(parts, 'is')} seen in part")
     if wider:
         said.append(f"at wider limits than usual: {', '.join(wider)}")
     return replace(arm, sentence="; ".join(said))
@@ -239,14 +239,16 @@ def _with_reserve(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
 def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[RecordedArm]:
     """Return the arms that `policy` names, else those with the role of a candidate.
 
-    ValueError if there is none, or a name is no arm's or the baseline's.
+    Never the reference, which older studies may name. ValueError if there is none, or a name is no
+    arm's or the baseline's.
     """
     if not policy.candidates:
         found = [arm for arm in study.candidates if arm.role == "candidate"]
         if not found:
             raise ValueError(
                 f"verdict: {study.name} must have an arm of role candidate, has none; record one "
-                "(`--role candidate`), or name it in the study's policy.candidates"
+                "(`--role candidate`), or name it in the study's policy.candidates; the ladder is "
+                f"`stability show {study.folder}`"
             )
         return found
     found = []
@@ -258,13 +260,15 @@ def judged_candidates(study: RecordedStudy, policy: PolicyConfig) -> list[Record
                 f"verdict: candidates must be arms of the study, got {name!r}; "
                 f"nearest: {nearest(name, names)}"
             )
-        if arm.role == "reference":
-            raise ValueError(
-                f"verdict: candidates must be in question, got {name!r}, the reference: that it is "
-                f"no worse than the baseline says nothing of the baseline; {PRECISION_QUESTION}"
-            )
         found.append(arm)
-    return found
+    judged = [arm for arm in found if arm.role != "reference"]
+    if not judged:
+        raise ValueError(
+            f"verdict: candidates must be in question, got the reference, {found[0].name}: that it "
+            "is no worse than the baseline proves nothing about the baseline; "
+            f"{PRECISION_QUESTION}"
+        )
+    return judged
 
 
 def _judge(

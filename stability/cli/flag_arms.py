@@ -74,10 +74,8 @@ def flags_of_arms(parts: CommandParts, given: Mapping[str, str]) -> dict[str, di
 
 
 def is_lower_precision(parts: CommandParts, own: Mapping[str, Any]) -> bool:
-    """Whether an arm with the flags `own` is known to ask for less precision than the command."""
-    flags = parts.flags | own
-    wider = reference_flags(flags)
-    return bool(wider) and _is_same_call(flags | wider, parts.flags, parts.place)
+    """Whether the flags `own` are known to ask for low precision, and the command's are not."""
+    return bool(reference_flags(own)) and not reference_flags(parts.flags)
 
 
 def _why_not(option: str, text: str, other: str) -> str:
@@ -92,8 +90,8 @@ def _why_not(option: str, text: str, other: str) -> str:
         return f"{begin} --{other}, got {text!r}: what is in question is not known to be harmed"
     if option == "candidate":
         return (
-            f"{begin} a reference to this command, got {text!r}: it would be measured from itself; "
-            + PRECISION_QUESTION
+            f"{begin} a reference to this command, got {text!r}: it would be measured from itself. "
+            f"Leave --candidate out: {PRECISION_QUESTION}"
         )
     return f"{begin} a reference to this command, got {text!r}, which is no harm"
 

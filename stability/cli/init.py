@@ -26,7 +26,7 @@ from stability.config.convert import Place
 from stability.config.load import check_name
 from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
-from stability.records.events import read_log_and_events
+from stability.records.events import is_in_part, read_log_and_events
 from stability.records.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -52,8 +52,12 @@ _SEEDED = (
 )
 _NO_GRADIENT = (
     "the attention's calls are looked at, and the whole model's gradient is not: for that "
-    f"{GRADIENT_NEEDS}; {{}}. No PASS without it: change that, and write the study anew, to a new "
+    f"{GRADIENT_NEEDS}; {{}}. No PASS without it: mend that, and write the study anew, to a new "
     "file"
+)
+_OF_PRECISION = (
+    "{} is a lower precision than the command's, beside which no step can be judged: give the flag "
+    f"to the command, and leave --candidate out; {PRECISION_QUESTION}"
 )
 _SEEDS_ITSELF = (
     "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
@@ -127,7 +131,7 @@ def init(
     notes = [said, why_not and f"no reference is written: {why_not}"]
     notes += [of_gradient, stopped]
     if is_lower_precision(parts_of(given), arms.get("candidate", {})):
-        notes.append(f"{candidate} is a lower precision than the command's: {PRECISION_QUESTION}")
+        notes.append(_OF_PRECISION.format(candidate))
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
@@ -247,8 +251,8 @@ class _Trials:
             return _NO_GRADIENT.format(self.unseen)
         log = RunPaths.for_run(self.folder / "trial", "baseline", 0).metrics
         _, events = read_log_and_events(log)
-        parts = [event.text for event in events if event.text.startswith("seen in part")]
-        return f"the whole model's gradient: {parts[0]}" if parts else ""
+        parts = [each.text for each in events if each.layer == "gradient"]
+        return next((f"the whole model's gradient is {x}" for x in parts if is_in_part(x)), "")
 
     def of_seed(self) -> str:
         """Return what is to be said of the command, given another seed beforehand."""

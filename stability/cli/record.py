@@ -67,7 +67,7 @@ def record_arm(
             environment must have stability
         every: the probe looks at every so many updates
         gradient_every: every so many updates also look at the whole model's gradient; the model
-            must return its loss, or all that the script computes it from
+            must return its loss, or all of its own that the loss is made of
         same_start: give it the baseline's start weights, bit by bit, where its code makes others
         check_observer: run the command a second time, unobserved; it must end in the same bits
         wandb: where W&B's records of the study go once the command has ended, never from its own

@@ -91,8 +91,8 @@ class CommandProbe:
     an arm has another `attention`, that one is compared with the script's own."""
     every: int = 10
     gradient_every: int = 0
-    """Every so many updates also the whole model's gradient; its model must return what the loss is
-    made of."""
+    """Every so many updates also the whole model's gradient, of a model that returns its loss or
+    all of its own that the loss is made of."""
 
     def __post_init__(self) -> None:
         self.settings()

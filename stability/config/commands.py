@@ -45,15 +45,18 @@ ADOPTED = "checkpoints"
 CHANGES = ("init", "batches")
 """What a change may be meant to change besides the numerics: the start weights, the batches."""
 
-GRADIENT_NEEDS = "the model must return its loss, or all that the script computes it from"
+GRADIENT_NEEDS = (
+    "the model must return its loss, as (logits, loss) or `.loss`, or all of its own that the loss "
+    "is made of"
+)
 """What a look at the whole model's gradient needs of a script, whose model is called once more."""
 
 PRECISION_QUESTION = (
-    "whether a low precision matters by itself gets no PASS: make it the baseline, the higher one "
-    "the reference, and put nothing in question; the ladder then tells how far it moves the "
-    "weights, and how much the held-out loss differs"
+    "whether the baseline's own precision matters has no PASS: with the lower one as the baseline, "
+    "the higher one as the reference and no candidate, the ladder and the report tell how far "
+    "apart they train"
 )
-"""What is said where a study asks for a precision, beside whose error all others are judged."""
+"""What is said where a study asks for the precision by whose error all others are judged."""
 
 OF_THE_RUN = ("study", "arm", "seed", "out")
 """What a script is told of which run it is."""

@@ -214,8 +214,9 @@ def check_in_question(role: Role, name: str, candidates: Iterable[str], place: P
     """
     if role == "reference" and name in candidates:
         raise place.at("role").error(
-            f"must not be reference in an arm of policy.candidates, got {name!r}: that it is no "
-            f"worse than the baseline says nothing of the baseline; {PRECISION_QUESTION}"
+            f"must not be reference in an arm of policy.candidates, got {name!r}: a "
+            "reference that is no worse than the baseline proves nothing about the baseline; "
+            f"{PRECISION_QUESTION}"
         )
 
 

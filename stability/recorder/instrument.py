@@ -11,8 +11,8 @@ is a finding. Only this file of the recorder needs
 """
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -58,9 +58,9 @@ class Instrument:
     `write` takes a line of the spool, `apart` is a context in which the recorder looks away.
     `attention` is what the recorder has put in the place of the script's own `sdpa`; empty for
     nothing. What it calls while it is `marked` is PyTorch's own. `returned_loss` finds the loss in
-    what a model returned, and `keep_gradient` keeps the gradient there, given the place at which
-    the call began. `state` gives the weights by name, `refusal` makes the error that ends a
-    training which lacks what is needed, of a sentence.
+    what a model returned, and `keep_gradient` keeps the gradient there. `state` gives the weights
+    by name, `refusal` makes the error that ends a training which lacks what is needed, of a
+    sentence.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Instrument:
         write: Callable[[dict[str, Any]], None],
         apart: Callable[[], Any],
         returned_loss: Callable[[Any], Tensor | None],
-        keep_gradient: Callable[[Any, int, Tensor | None], "ReturnedGradient"],
+        keep_gradient: Callable[..., "ReturnedGradient"],
         attention: str = "",
         sdpa: Callable[..., Tensor] | None = None,
         marked: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
@@ -84,7 +84,10 @@ class Instrument:
         self._ends = ExitStack()
         self._session: Shadow | None = None
         self._model: nn.Module | None = None
+        self._calls: list[GivenCall] = []
+        """Those of the update, but for what came before one that a loss is made of."""
         self._call: GivenCall | None = None
+        """The one that is called once more."""
         self._is_refusable = True
         """Whether no gradient was looked at yet."""
         self._findings: dict[str, bool] = {}
@@ -133,7 +136,15 @@ class Instrument:
             return
         if (self._session.steps + 1) % every:
             return
-        self._call = self._given(model, args, kwargs, result, begin)
+        self._calls.append(self._given(model, args, kwargs, result, begin))
+
+    def _entered(self, returned: "ReturnedGradient") -> None:
+        """Tell that a loss is made of a call: of several, as micro-batches, the last is kept."""
+        last = max(x.returned.begin for x in self._calls if x.returned.is_entered)
+        for call in self._calls:
+            if call.returned.begin < last:
+                call.returned.drop()
+        self._calls = [call for call in self._calls if not call.returned.is_dropped]
 
     def _given(
         self, model: nn.Module, args: Any, kwargs: Any, result: Any, begin: int
@@ -141,28 +152,40 @@ class Instrument:
         """Return what is needed to take the gradient of a pass once more."""
         kind = next(model.parameters()).device.type
         is_on = torch.is_autocast_enabled(kind)
+        weights = {id(x) for x in model.parameters()}
         return GivenCall(
             *tree_map(_kept, (args, dict(kwargs))),
             autocast=torch.get_autocast_dtype(kind) if is_on else None,
-            returned=self._keep_gradient(result, begin, self._returned_loss(result)),
+            returned=self._keep_gradient(
+                *(result, begin, self._returned_loss(result)),
+                is_weight=lambda x: id(x) in weights,
+                entered=self._entered,
+            ),
         )
 
     def step(self) -> None:
         """Tell that an update was made; the training ends if its first look lacks a gradient."""
-        if self._session is not None:
-            if self._call is not None and self._is_refusable:
-                self._check(self._call)
-            with self._apart():
-                self._session.step()
-            self._call = None
+        if self._session is None:
+            return
+        # one that no loss is made of, as of an evaluation, where there is another
+        self._call = next((x for x in self._calls if x.returned.is_entered), None)
+        if self._call is None and self._calls:
+            self._call = self._calls[-1]
+        if self._call is not None and self._is_refusable:
+            self._check(self._call)
+        with self._apart(), _own_saved_tensors():
+            self._session.step()
+        for call in self._calls:
+            call.returned.drop()
+        self._calls, self._call = [], None
 
     def _check(self, call: GivenCall) -> None:
         lacks = call.returned.lacks
         if lacks and not (call.returned.is_of_loss or call.returned.reaches_loss):
             raise self._refusal(
                 "probe.gradient_every of the arm, or --gradient-every of `stability record`: "
-                f"{GRADIENT_NEEDS}; of {type(self._model).__name__} {lacks}; or leave "
-                "gradient_every out, and the gradient is not measured"
+                f"{GRADIENT_NEEDS}; of {type(self._model).__name__}: {lacks}; mend that, or "
+                "leave gradient_every out, and the gradient is not measured"
             )
         self._is_refusable = False
 
@@ -210,6 +233,25 @@ class Instrument:
                 ],
             }
         )
+
+
+@contextmanager
+def _own_saved_tensors() -> Iterator[None]:
+    """Inside, no hook of the script's is called for what autograd saves, as a checkpoint's is.
+
+    A look is made where the next pass begins, which may be inside of such hooks; the innermost
+    alone are called. Not by torch's own context, which the recorder watches.
+    """
+    autograd = torch._C._autograd
+    autograd._push_saved_tensors_default_hooks(_itself, _itself)
+    try:
+        yield
+    finally:
+        autograd._pop_saved_tensors_default_hooks()
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _kept(x: Any) -> Any:

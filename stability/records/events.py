@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "EventKind",
     "event_of",
+    "is_in_part",
     "log_event",
     "read_log_and_events",
 ]
@@ -27,7 +28,8 @@ EventKind = Literal["finding", "alert"]
 
 GRADIENT_IN_PART = (
     "seen in part: it is taken through the model under the gradient that the script's own "
-    "backward() left at what the model returned; how that one would move is left out"
+    "backward() left at what the model returned; that an error in what it returns changes that "
+    "gradient too is left out"
 )
 """The finding on a whole model's gradient whose loss the script computes outside of the model."""
 
@@ -74,6 +76,11 @@ def read_log_and_events(path: Path) -> tuple[LogContent, list[Event]]:
     content = read_log(path, keep=(_KEY, DRIFT_FROM))
     events = [(number, line) for number, line in content.kept if _KEY in line]
     return content, [event_of(line, f"{path}: line {number}") for number, line in events]
+
+
+def is_in_part(text: str) -> bool:
+    """Whether a finding says what was not seen of something that was."""
+    return text.startswith("seen in part")
 
 
 def event_of(line: Mapping[str, Any], where: str) -> Event:

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,13 @@ from stability.records.assay import FaultRecord, unplanted
 from stability.records.sealed_json import jsonable
 from stability.records.snapshots import read_snapshot
 
+if TYPE_CHECKING:  # in the process of a script it has another name
+    from stability.recorder.inside.returned_gradient import ReturnedGradient
+
 __all__ = ["Instrument"]
 
 _MOST_BYTES = 2**33
-"""Of gradients of losses that are kept; the batches that came until then are looked at."""
+"""The most that kept gradients may hold; no batch is added once they hold more."""
 
 
 class Instrument(instrument.Instrument):
@@ -49,7 +52,7 @@ class Instrument(instrument.Instrument):
     def begin(self, model: nn.Module, first_step: int = 0) -> None:
         """Keep what `model` is given from now on, whatever the step."""
         self._model = model
-        self._calls: list[GivenCall] = []
+        self._calls = []
         self._modes: dict[nn.Module, bool] = {}
 
     def called(self, model: nn.Module, args: Any, kwargs: Any, result: Any, begin: int) -> None:
@@ -64,8 +67,11 @@ class Instrument(instrument.Instrument):
 
     def step(self) -> None:
         """Tell that an update was made."""
-        if self._calls:
-            self._calls[-1].returned.move_to_host()
+        for call in self._calls:
+            call.returned.move_to_host()
+
+    def _entered(self, returned: "ReturnedGradient") -> None:
+        """Keep every call: the others' batches are looked at too."""
 
     def end(self) -> None:
         """Plant the faults, and write what they show, or why they could not be planted."""

@@ -314,7 +314,8 @@ def _wrap_backward(training: Training) -> Callable[[], None]:
             training.back_propagated(None, GIVEN)
         for loss, is_number in zip(losses, is_loss):  # noqa: B905 Python 3.9 has no strict
             if is_number:
-                found = find_targets(loss, training.models.reached_by, training.saved_hooks.are_on)
+                models, hooked = training.models, training.saved_hooks.are_on
+                found = find_targets(loss, models.reached_by, hooked, models.also_of)
                 training.aimed_at(*found)
                 meant, doubt = unscaled(loss) if training.scales_loss else (loss, "")
                 training.back_propagated(meant, doubt)

@@ -84,19 +84,25 @@ def place_in_graph() -> int:
 
 
 def find_targets(
-    loss: Tensor, call_of: CallOf, is_hooked: Callable[[int], bool] = lambda place: False
+    loss: Tensor,
+    call_of: CallOf,
+    is_hooked: Callable[[int], bool] = lambda place: False,
+    also_of: Callable[[Optional[Tensor]], None] = lambda leaf: None,
 ) -> Tuple[List[Aim], Set[str]]:
     """Return the targets of a loss, each with its place and its loss's name, and what is no label.
 
     `call_of` tells by a node's place in which call a model made it, None of others: what lies
     before was given to that. `is_hooked` tells of nodes that must not be read (`saved_hooks`).
+    `also_of` is called with each leaf outside of calls, and with None where not all was looked at.
     """
     found: List[Aim] = []
     untold: Set[str] = set()
     indices: List[Tuple[int, List[int]]] = []
     nodes: Dict[int, Any] = {}
-    for node, is_in_sum in _nodes_of(loss, call_of, untold):
+    for node, is_in_sum in _nodes_of(loss, call_of, untold, also_of):
         place, name = node._sequence_nr(), name_of(node)
+        if hasattr(node, "variable"):
+            also_of(node.variable)
         nodes[place] = node
         if is_hooked(place):
             untold.add(f"what {name} was given, under hooks for saved tensors")
@@ -150,7 +156,12 @@ def _look_at(node: Any, is_in_sum: bool, found: List[Aim], untold: Set[str]) -> 
         untold.add(f"what {name} was given beside the model's result")
 
 
-def _nodes_of(loss: Tensor, call_of: CallOf, untold: Set[str]) -> Iterable[Tuple[Any, bool]]:
+def _nodes_of(
+    loss: Tensor,
+    call_of: CallOf,
+    untold: Set[str],
+    also_of: Callable[[Optional[Tensor]], None],
+) -> Iterable[Tuple[Any, bool]]:
     """Return the nodes between a loss and the models, and whether it is linear in each."""
     todo: List[Tuple[Any, bool]] = [(loss.grad_fn, True)] if loss.grad_fn is not None else []
     seen: Dict[int, Tuple[Any, bool]] = {}  # with the node, whose id is its own while it is held
@@ -161,6 +172,7 @@ def _nodes_of(loss: Tensor, call_of: CallOf, untold: Set[str]) -> Iterable[Tuple
             continue
         if len(seen) >= _MOST_NODES:
             untold.add(f"what a loss of more than {_MOST_NODES} operators was given")
+            also_of(None)
             break
         seen[id(node)] = node, is_in_sum
         is_in_sum = is_in_sum and is_linear(node)

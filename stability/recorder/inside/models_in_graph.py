@@ -15,7 +15,7 @@ from .inputs import tensors_in
 from .names import unwrapped, without_wrappers
 from .start_parts import hash_part
 
-__all__ = ["UNKNOWN", "ModelsInGraph"]
+__all__ = ["UNKNOWN", "ModelsInGraph", "may_be_stale"]
 
 UNKNOWN = -1
 
@@ -34,8 +34,9 @@ class ModelsInGraph:
         self.beside: Dict[str, str] = {}
         """A hash of each model that does not train and that gradients went through."""
         self._reached: Set[int] = set()
-        self._told: Dict[int, Callable[[int], None]] = {}
-        """Who is told of the nodes by which losses enter a call, by where that began."""
+        self._told: Dict[int, Tuple[Callable[[int], None], Callable[[Optional[Tensor]], None]]] = {}
+        """Who is told of the nodes by which losses enter a call, and of what else these are made,
+        by where the call began."""
 
     def add(self, begin: int, end: int, maker: str) -> None:
         """Tell what a call made, and its `maker` if what that was given has no hash, else ""."""
@@ -68,13 +69,31 @@ class ModelsInGraph:
         if call is not None:
             self._reached.add(call[0])
             if call[0] in self._told:
-                self._told[call[0]](place)
+                self._told[call[0]][0](place)
             return call[0]
         return None if self._calls else UNKNOWN
 
-    def tell(self, begin: int, then: Callable[[int], None]) -> None:
-        """Call `then` with each node by which a loss enters the call that began here."""
-        self._told[begin] = then
+    def tell(
+        self,
+        begin: int,
+        enters: Callable[[int], None],
+        also_of: Callable[[Optional[Tensor]], None],
+    ) -> None:
+        """Call `enters` with each node by which a loss enters the call that began here.
+
+        And `also_of` with each leaf that any loss is made of outside of calls, and with None where
+        not all of a loss was looked at.
+        """
+        self._told[begin] = enters, also_of
+
+    def tell_no_more(self, begin: int) -> None:
+        """Tell nobody any more of the call that began here."""
+        self._told.pop(begin, None)
+
+    def also_of(self, leaf: Optional[Tensor]) -> None:
+        """Tell of a leaf that a loss is made of outside of calls; None for what was not seen."""
+        for _, then in list(self._told.values()):
+            then(leaf)
 
     def watch(self, begin: int, end: int, result: Any) -> None:
         """Note once gradients go through what a call has returned; its graph stays as it is."""
@@ -84,7 +103,7 @@ class ModelsInGraph:
                 self._reached.add(begin)
 
         for _, x in tensors_in(result, ""):
-            node: Any = x.grad_fn if isinstance(x, Tensor) else None
+            node: Any = None if may_be_stale(x) else x.grad_fn
             if node is not None and begin <= node._sequence_nr() < end:
                 node.register_prehook(note)
 
@@ -96,9 +115,17 @@ class ModelsInGraph:
         """Tell of an optimizer's step: what comes now belongs to the next one."""
         del self._calls[:-_MOST_BEFORE]
         self._reached.clear()
-        self._told.clear()
 
     def _call_at(self, place: int) -> Optional[Tuple[int, int, str]]:
         index = bisect_left(self._calls, (place + 1,)) - 1
         is_inside = index >= 0 and place < self._calls[index][1]
         return self._calls[index] if is_inside else None
+
+
+def may_be_stale(x: Tensor) -> bool:
+    """Whether to ask a tensor for its node may make a new one, sooner than the script would.
+
+    So it is for a view whose memory was written into since. A node's number says when the engine
+    runs it, and in another order gradients add up to other bits.
+    """
+    return x._is_view() and x._version > 0

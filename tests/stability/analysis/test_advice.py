@@ -12,6 +12,7 @@ from stability.analysis.advice import StudyKind, Topic, advice, attention_is_not
 from stability.analysis.study_records import RecordedStudy
 from stability.cli import record
 from stability.config.command_study import CommandConfig, CommandProbe
+from stability.config.commands import GRADIENT_NEEDS
 from stability.config.schema import ArmConfig, ProbeConfig
 from stability.config.study import PolicyConfig
 
@@ -72,10 +73,7 @@ def test_every_key_that_is_advised_exists(kind, known, tmp_path):
 
 @pytest.mark.parametrize("kind", ["commands", "recorded"])
 def test_what_a_look_at_the_gradient_needs_of_a_script_is_said(kind, tmp_path):
-    assert advice(of(kind, tmp_path), "gradient").endswith(
-        "20 looks, for which the model must return its loss, or all that the script computes it "
-        "from"
-    )
+    assert advice(of(kind, tmp_path), "gradient").endswith(f"20 looks, for which {GRADIENT_NEEDS}")
 
 
 @pytest.mark.parametrize("kind", get_args(StudyKind))

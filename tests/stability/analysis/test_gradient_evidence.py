@@ -156,6 +156,16 @@ def test_what_looks_leave_out_is_said_once_whatever_they_show():
         assert part.state == whole.state
         assert part.in_part == f"S{GRADIENT_IN_PART[1:]}."
         assert part.sentence == f"{whole.sentence} {part.in_part}"
+        marked = f"{whole.cell.partition(' f ')[0]}, in part"
+        assert part.cell == (whole.cell if whole.cell == "no gradient" else marked)
+
+
+def test_looks_that_could_not_be_made_are_told_and_more_of_them_are_not_the_advice():
+    event = Event(3, "finding", "gradient", "golden: ValueError: a part of the loss is hidden")
+    found = _judge(_run(_ratios(1.0, n=2), events=[event]))
+    assert found.state == "undecided"
+    assert "Not every look could be made: a part of the loss is hidden." in found.sentence
+    assert found.decides.startswith("mend that first; 18 more looks")
 
 
 def test_one_look_says_nothing():

@@ -235,3 +235,13 @@ def _looked_at_in(study, seeds):
             for arm in study.arms
         ),
     )
+
+
+def test_the_reference_is_in_no_question(study):
+    """That it is no worse than the baseline proves nothing about the baseline."""
+    arms = [replace(x, role="reference") if x.name == "flash_fa2" else x for x in study.arms]
+    other = replace(study, arms=tuple(arms))
+    with pytest.raises(ValueError, match="got the reference, flash_fa2: that it is no worse"):
+        judge_arms(other, PolicyConfig(candidates=("flash_fa2",)))
+    both = judge_arms(other, PolicyConfig(candidates=("flash_fa2", "flash_all_bf16")))
+    assert [arm.arm for arm in both.arms] == ["flash_all_bf16"]

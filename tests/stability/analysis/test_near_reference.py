@@ -5,7 +5,6 @@ import re
 import pytest
 
 from stability.analysis.training_evidence import training_evidence
-from stability.config.commands import PRECISION_QUESTION
 from stability.config.study import PolicyConfig
 from tests.stability.analysis.distance_studies import (
     Part,
@@ -48,7 +47,7 @@ def test_a_reference_no_farther_than_a_nudge_is_told_and_which_side_to_turn(tmp_
     )
     assert said
     assert 0.2 < float(said[1]) < 0.4  # of two nudges the furthest
-    assert found.decides.endswith(f"else {PRECISION_QUESTION}")
+    assert found.decides.startswith("make the low precision the baseline and the higher one the")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 
 from stability.analysis.plan_gaps import NO_QUESTION, plan_gaps
 from stability.analysis.study_records import read_study
+from stability.config.commands import GRADIENT_NEEDS
 from stability.records.paths import StudyPaths
 from stability.records.sealed_json import write_sealed
 
@@ -70,7 +71,7 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
             {"probe": {**LOOKED, "gradient_every": 0}},
             "fa2: nothing looks at the whole model's gradient there: `probe: {candidate: "
             "flash:fa2, every: 1, gradient_every: 1}` in the arm, or in the base for all; for the "
-            "gradient the model must return its loss, or all that the script computes it from",
+            f"gradient {GRADIENT_NEEDS}",
         ),
         (
             {"held_out": "none"},

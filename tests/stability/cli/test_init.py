@@ -279,7 +279,7 @@ def test_a_model_without_its_loss_is_looked_at_under_the_scripts_own_gradient(
     words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
     assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the whole model's gradient: {GRADIENT_IN_PART}" in said
+    assert f"the whole model's gradient is {GRADIENT_IN_PART}" in said
     arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
     for arm in ("fa2", "broken"):
         assert arms[arm].config.probe.settings()["gradient_every"] == 1
@@ -299,9 +299,8 @@ def test_a_gradient_that_can_not_be_looked_at_is_left_out(
     said = " ".join(capsys.readouterr().out.split())
     assert "Traceback" not in said
     assert (
-        "the whole model's gradient is not: for that the model must return its loss, or all that "
-        "the script computes it from; of Model something that was not returned is a part of the "
-        "loss. No PASS without it"
+        "or all of its own that the loss is made of; of Model: something that was not returned is "
+        "a part of the loss. No PASS without it: mend that"
     ) in said
     assert "2 attention calls were replaced by flash:fa2" in said
     text = (tmp_path / "study.yaml").read_text()
@@ -421,6 +420,8 @@ def test_an_attention_needs_as_many_updates_as_the_gradient_needs_looks(
     [
         (["--seed", "0"], "bf16=true", True),
         (["--seed", "0", "--dtype", "float32"], "dtype=bfloat16", True),
+        (["--seed", "0", "--dtype", "float32"], "dtype=bf16", True),
+        (["--seed", "0"], "precision=bf16-mixed", True),
         (["--seed", "0", "--bf16"], "lr=0.1", False),
         (["--seed", "0"], "lr=0.1", False),
         (["--seed", "0", "--dtype", "bfloat16"], "dtype=float16", False),
@@ -440,7 +441,8 @@ def test_a_question_of_precision_is_told_what_answers_it(
     words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
     assert code_of("init", "--candidate", "bf16=true", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"bf16=true is a lower precision than the command's: {PRECISION_QUESTION}" in said
+    assert "bf16=true is a lower precision than the command's, beside which no step" in said
+    assert f"leave --candidate out; {PRECISION_QUESTION}" in said
     assert code_of("init", "--to", "other.yaml", "--", *words, "--bf16") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "without a candidate the ladder tells how far the baseline's precision moves" in said

@@ -97,12 +97,40 @@ def test_two_ranks_are_probed_on_the_first(
     assert list(values(study, "baseline", gradient_name("all", "ratio"))) == [6, 12]
 
 
+CROSS_ENTROPY = "    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())\n"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--closure"]])
+@pytest.mark.parametrize(
+    ("flags", "edit"),
+    [
+        ([], ("", "")),
+        (["--closure"], ("", "")),
+        # the next pass, where a look is made, begins inside of hooks for saved tensors
+        (
+            [],
+            (
+                CROSS_ENTROPY,
+                "    from torch.utils.checkpoint import checkpoint\n"
+                "    found = checkpoint(model, x, use_reentrant=False)\n"
+                "    return F.cross_entropy(found.flatten(0, 1), y.flatten())\n",
+            ),
+        ),
+        # the last pass before the step is none that a loss is made of
+        ([], ("        loss.backward()\n", "        loss.backward()\n        model(batch)\n")),
+    ],
+    ids=["plain", "closure", "checkpoint", "a pass between"],
+)
 def test_a_model_that_returns_no_loss_is_looked_at_under_the_scripts_own_gradient(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    edit: tuple[str, str],
 ) -> None:
-    study = Recording(tmp_path, words("evaluates.py", "--bf16", *flags))
+    source = (SCRIPTS / "evaluates.py").read_text()
+    assert edit[0] in source
+    (tmp_path / "train.py").write_text(source.replace(*edit))
+    study = Recording(tmp_path, [sys.executable, str(tmp_path / "train.py"), "--bf16", *flags])
     alone = run_alone([*study.command, "--seed", "0"])
     probe = ("--probe", CANDIDATE, "--every", "1", "--gradient-every", "1")
     assert study.record("baseline", options=probe) == 0
@@ -133,8 +161,8 @@ def test_a_gradient_that_can_not_be_looked_at_is_told_at_the_first_look(
     said = re.sub(r"\s+", " ", captured.out + captured.err)
     assert "probe.gradient_every of the arm, or --gradient-every of `stability record`: " in said
     assert (
-        "must return its loss, or all that the script computes it from; of Model something that "
-        "was not returned is a part of the loss; or leave"
+        "or all of its own that the loss is made of; of Model: something that was not returned is "
+        "a part of the loss; mend that, or leave"
     ) in said
     assert "Traceback" not in said
     assert "exit code" not in said

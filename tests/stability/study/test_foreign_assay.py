@@ -13,6 +13,7 @@ import yaml
 from stability.analysis.assay import arm_assay
 from stability.analysis.study_records import read_study
 from stability.analysis.verdict import judge_arms
+from stability.config.commands import GRADIENT_NEEDS
 from stability.config.study import PolicyConfig
 from stability.records.assay import read_assay, write_assay
 from stability.records.manifest import read_manifest, write_manifest
@@ -152,8 +153,7 @@ def test_where_nothing_looks_no_fault_is_planted_and_the_verdict_says_so(
 ) -> None:
     assert said_of(recorded, "unlooked") == (
         "no faults were planted on it: nothing looks at the whole model's gradient there; give it "
-        "a probe with gradient_every, for which the model must return its loss, or all that the "
-        "script computes it from"
+        f"a probe with gradient_every, for which {GRADIENT_NEEDS}"
     )
 
 
@@ -304,7 +304,7 @@ def test_a_swapped_attention_passes_where_its_faults_are_found_and_a_wrong_one_f
         right.sentence
     )
     is_outside = "y is None" not in (judged.parents[1] / "examples" / "gpt.py").read_text()
-    assert ("the gradient level was seen in part" in right.sentence) == is_outside
+    assert ("the gradient level is seen in part" in right.sentence) == is_outside
     assert not verdict.exploratory
     assert wrong is not None
     assert wrong.outcome == "FAIL", wrong.sentence
