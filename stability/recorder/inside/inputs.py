@@ -38,22 +38,27 @@ def is_plain(x: Tensor) -> bool:
     return not is_wrapped(x)
 
 
-def tensors_in(value: Any, name: str) -> Iterator[Tuple[str, Tensor]]:
-    """Give the tensors in arguments or results, each with its name, however deep they are."""
+def tensors_in(value: Any, name: str, inside: Tuple[int, ...] = ()) -> Iterator[Tuple[str, Tensor]]:
+    """Give the tensors in arguments or results, each with its name, however deep they are.
+
+    `inside` are the containers around, of which one may hold itself.
+    """
     if isinstance(value, Tensor):
         if _has_rows(value):
             yield name, value
-    else:
+    elif id(value) not in inside:
         for own, item in _parts(value, name):
-            yield from tensors_in(item, own)
+            yield from tensors_in(item, own, (*inside, id(value)))
 
 
-def values_in(value: Any, name: str, unread: Set[str]) -> Iterator[Tuple[str, Tensor]]:
+def values_in(
+    value: Any, name: str, unread: Set[str], inside: Tuple[int, ...] = ()
+) -> Iterator[Tuple[str, Tensor]]:
     """Give what stands in arguments beside plain tensors, as tensors; `unread` is told of others.
 
-    A list of numbers is one tensor, a word a number.
+    A list of numbers is one tensor, a word a number. `inside` are the containers around.
     """
-    if isinstance(value, _SETTINGS):
+    if isinstance(value, _SETTINGS) or id(value) in inside:
         return
     found = _of_one_kind(value)
     if found is not None:
@@ -64,7 +69,7 @@ def values_in(value: Any, name: str, unread: Set[str]) -> Iterator[Tuple[str, Te
         yield from _of_array(value, name, unread)
     elif isinstance(value, (Mapping, list, tuple, *_FUNCTIONS)) or is_dataclass(value):
         for own, item in _parts(value, name):
-            yield from values_in(item, own, unread)
+            yield from values_in(item, own, unread, (*inside, id(value)))
     else:
         unread.add(f"{name}, a {type(value).__name__}")
 

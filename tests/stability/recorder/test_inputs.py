@@ -121,6 +121,37 @@ def test_a_nested_tensor_of_the_older_layout_stops_nothing(tmp_path: Path) -> No
     assert any("a tensor of layout nested" in each for each in found.untold), found.untold
 
 
+def test_a_container_that_holds_itself_is_read_once(tmp_path: Path) -> None:
+    """A model's arguments or result may; what it holds beside itself is hashed as without."""
+    batches = []
+    for folder, is_cyclic in (("cyclic", True), ("plain", False)):
+        (tmp_path / folder).mkdir()
+        given: dict[str, Any] = {"x": torch.ones(4, 3), "rows": [1, 2, 3, 4]}
+        if is_cyclic:
+            given["again"] = [given]
+
+        class Keyed(Model):
+            def forward(self, given: Any, task: Any = None) -> Any:
+                return {"out": super().forward(given["x"]), "given": given}
+
+        training = Training(
+            Spool(str(tmp_path / folder), 0), begin=lambda x: start_of(x, {}, 0, {})
+        )
+        uninstall = install(training)
+        try:
+            torch.manual_seed(0)
+            model = Keyed()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(given)["out"].square().mean().backward()
+            optimizer.step()
+            training.end("exit")
+        finally:
+            uninstall()
+        batches.append([update.batch for update in read_spool(tmp_path / folder).updates])
+    assert batches[0] == batches[1]
+    assert batches[0][0]
+
+
 def test_a_member_of_an_enum_is_part_of_what_is_given(tmp_path: Path) -> None:
     batches = []
     for place, task in enumerate([Task.ADD, Task.NEGATE, Task.ADD]):
