@@ -84,6 +84,8 @@ GROUPS = {
     "probe": [schema.ProbeConfig],
     "watch": [schema.WatchConfig],
     "A study of commands": [command_study.CommandConfig, command_study.CommandTrain],
+    "probe of an arm of commands": [command_study.CommandProbe],
+    "changes of an arm of commands": [command_study.MeantChanges],
 }
 """Headings of the reference of YAML keys, and the dataclasses that hold them."""
 

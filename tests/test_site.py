@@ -1,5 +1,6 @@
 """The documentation as a site: it builds strictly, offline, and no link of it leads nowhere."""
 
+import dataclasses
 import os
 import re
 import runpy
@@ -8,10 +9,13 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from stability.cli.main import VERBS
+from stability.config.command_study import CommandConfig
+from stability.config.study import StudyConfig
 
 pytest.importorskip("zensical", reason="the extra docs is not installed")
 ROOT = Path(__file__).parent.parent
@@ -28,6 +32,20 @@ def test_the_reference_is_made_of_the_code():
     assert "How many sequences of the batch gradient evidence looks at; 0: all." in row
     assert "| `rel_l2` | drift of all weights: relative L2 |" in SCRIPT["metrics_page"]()
     assert "::: stability.intercept.session.shadow" in SCRIPT["python_page"]()
+
+
+def _nested_in(kind: type) -> set[type]:
+    """Return the dataclasses that a dataclass has as fields, at any depth."""
+    hints = get_type_hints(kind)
+    kinds = [x for hint in hints.values() for x in (hint, *get_args(hint))]
+    found = {x for x in kinds if dataclasses.is_dataclass(x)}
+    return found.union(*(_nested_in(x) for x in found))
+
+
+def test_every_key_of_a_study_is_in_the_reference():
+    shown = {kind for kinds in SCRIPT["GROUPS"].values() for kind in kinds}
+    asked = _nested_in(StudyConfig) | _nested_in(CommandConfig) | {StudyConfig, CommandConfig}
+    assert {kind.__name__ for kind in asked} <= {kind.__name__ for kind in shown}
 
 
 def test_every_page_of_the_documentation_is_in_the_site():

@@ -79,7 +79,9 @@ class MeantChanges:
     """What an arm's change is meant to change besides the numerics: of a flag nobody can tell."""
 
     init: bool = False
+    """The start weights: an arm may then start from others than the baseline's."""
     batches: bool = False
+    """The batches: an arm may then train on others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +92,7 @@ class CommandProbe:
     """Runs beside the script's own attention, as `flash:fa2`; empty: nothing is looked at. Where
     an arm has another `attention`, that one is compared with the script's own."""
     every: int = 10
+    """Every so many updates its calls are compared, and held against FP64."""
     gradient_every: int = 0
     """Every so many updates also the whole model's gradient, of a model that returns its loss or
     all of its own that the loss is made of."""

@@ -251,7 +251,7 @@ def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds)
     assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of one run, in its" in said
     assert ("- seeds, 4 now." in said) == (seconds > 600)
     assert "report W&B's offline files are not counted: `--wandb disabled` writes none" in said
-    assert "PASS none, as the study is planned: - no arm is in question: add one, as" in said
+    assert "PASS none, as the study is planned: - no arm is in question, so that the" in said
     assert "probe: {seeds: first}" not in said, "no study of commands has that"
 
 

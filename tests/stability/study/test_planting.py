@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from stability.recorder.inside.models_in_graph import ModelsInGraph
+from stability.recorder.inside.returned_gradient import keep_gradient
 from stability.recorder.instrument import GivenCall
 from stability.study.planting import _batch_of, _given_again, _kept
 
 
 def _call(*args: Any, **kwargs: Any) -> GivenCall:
     args, kwargs = tree_map(_kept, (args, kwargs))
-    return GivenCall(args, kwargs, None)
+    returned = keep_gradient(
+        *(ModelsInGraph(), (), 0, None), is_weight=lambda x: False, entered=lambda x: None
+    )
+    return GivenCall(args, kwargs, None, returned)
 
 
 def test_a_batch_is_kept_as_it_was_whatever_the_script_writes_into_it() -> None:
