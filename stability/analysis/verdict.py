@@ -229,7 +229,8 @@ def _with_reserve(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
         if (value := getattr(policy, name)) > (least := getattr(usual, name))
     ]
     said = [arm.sentence]
-    if parts := [level for level, evidence in arm.levels.items() if evidence.in_part]:
+    parts: list[Level] = [level for level, evidence in arm.levels.items() if evidence.in_part]
+    if parts:
         said.append(f"{listed(parts)} {agreeing(parts, 'is')} seen in part")
     if wider:
         said.append(f"at wider limits than usual: {', '.join(wider)}")

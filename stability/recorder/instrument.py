@@ -242,7 +242,7 @@ def _own_saved_tensors() -> Iterator[None]:
     A look is made where the next pass begins, which may be inside of such hooks; the innermost
     alone are called. Not by torch's own context, which the recorder watches.
     """
-    autograd = torch._C._autograd
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     autograd._push_saved_tensors_default_hooks(_itself, _itself)
     try:
         yield
