@@ -26,7 +26,6 @@ from stability.config.convert import Place
 from stability.config.load import check_name
 from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
-from stability.records.events import is_in_part, read_log_and_events
 from stability.records.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -249,6 +248,8 @@ class _Trials:
         """Return what is to be said of the looks at the model's gradient; empty if all is seen."""
         if not self.has_gradient:
             return _NO_GRADIENT.format(self.unseen)
+        from stability.records.events import is_in_part, read_log_and_events  # heavy
+
         log = RunPaths.for_run(self.folder / "trial", "baseline", 0).metrics
         _, events = read_log_and_events(log)
         parts = [each.text for each in events if each.layer == "gradient"]
