@@ -21,7 +21,11 @@ SEEN = {
     "compared": ["2 studies compared", "The ladders", "Drift"],
 }
 """By page, words that are on it once everything has been read."""
-HOLDS = "return arguments[0].every((each) => document.body.innerText.includes(each))"
+HOLDS = (
+    # while a page is loaded anew it has no body
+    "return document.body !== null"
+    " && arguments[0].every((each) => document.body.innerText.includes(each))"
+)
 # charts follow the window by themselves, a moment later
 FITS = """
 return [...document.querySelectorAll(".plot")].every(
