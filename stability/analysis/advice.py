@@ -8,11 +8,7 @@ that were adopted tell no more than they hold. Leaves out what is missing (the l
 from typing import Literal
 
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.config.commands import (
-    GRADIENT_NEEDS,
-    is_adopted,
-    is_command,
-)
+from stability.config.commands import GRADIENT_NEEDS, is_adopted, is_command
 
 __all__ = ["StudyKind", "Topic", "advice", "attention_is_not_its", "kind_of"]
 

@@ -26,7 +26,7 @@ from .memory import most_memory
 from .names import buffers_of, frozen_beside
 from .nudge import nudge_weights
 from .planned import is_due
-from .returned_gradient import keep_gradient
+from .returned_gradient import ReturnedGradient
 from .spool import Spool
 from .start_dtypes import read_dtypes
 from .taken_start import hash_start
@@ -139,7 +139,7 @@ def _looking(
             training.measured,
             training.apart,
             returned_loss,
-            partial(keep_gradient, training.models),
+            partial(ReturnedGradient, training.models),
             attention=replaced.name if replaced else "",
             sdpa=replaced.original if replaced else None,
             marked=replaced.marked if replaced else None,

@@ -22,7 +22,7 @@ from .inputs import tensors_in
 from .loss_targets import place_in_graph
 from .models_in_graph import ModelsInGraph, may_be_stale
 
-__all__ = ["ReturnedGradient", "keep_gradient"]
+__all__ = ["ReturnedGradient"]
 
 _NOTHING = "no loss's backward() was seen to go through what was returned"
 _UNFOUND = "no tensor with a gradient was found in what was returned, {}"
@@ -88,6 +88,7 @@ class ReturnedGradient:
         self._below = _results_below(nodes, begin, self._end)
         for place, node in nodes.items():
             node.register_prehook(self._hearing(place))
+        models.tell(begin, self.enters, self.also_of)
 
     @property
     def is_entered(self) -> bool:
@@ -210,20 +211,6 @@ class ReturnedGradient:
             # a copy: what comes after may write into it
             own = gradient.detach().clone()
             self.gradients[index] = own if known is None else known.to(own.device) + own
-
-
-def keep_gradient(
-    models: ModelsInGraph,
-    result: Any,
-    begin: int,
-    loss: Optional[Tensor],
-    is_weight: Callable[[Tensor], bool],
-    entered: Callable[[ReturnedGradient], None],
-) -> ReturnedGradient:
-    """Return what will hold the gradient at `result`, told by `models` of what losses are made."""
-    kept = ReturnedGradient(models, result, begin, loss, is_weight, entered)
-    models.tell(begin, kept.enters, kept.also_of)
-    return kept
 
 
 def _results_below(nodes: Dict[int, Any], begin: int, end: int) -> Dict[int, Set[int]]:

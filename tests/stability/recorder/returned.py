@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from stability.recorder.inside.evaluations import returned_loss
 from stability.recorder.inside.hooks import install
-from stability.recorder.inside.returned_gradient import ReturnedGradient, keep_gradient
+from stability.recorder.inside.returned_gradient import ReturnedGradient
 from stability.recorder.inside.spool import Spool
 from stability.recorder.inside.training import Training
 
@@ -91,7 +91,7 @@ def kept_of(
             """Tell of a pass."""
             loss = returned_loss(result)
             weights = {id(x) for x in model.parameters()}
-            kept = keep_gradient(
+            kept = ReturnedGradient(
                 *(training.models, result, begin, loss),
                 is_weight=lambda x: id(x) in weights,
                 entered=lambda _: None,

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from stability.recorder.inside.models_in_graph import ModelsInGraph
-from stability.recorder.inside.returned_gradient import keep_gradient
+from stability.recorder.inside.returned_gradient import ReturnedGradient
 from stability.recorder.instrument import GivenCall
 from stability.study.planting import _batch_of, _given_again, _kept
 
 
 def _call(*args: Any, **kwargs: Any) -> GivenCall:
     args, kwargs = tree_map(_kept, (args, kwargs))
-    returned = keep_gradient(
+    returned = ReturnedGradient(
         *(ModelsInGraph(), (), 0, None), is_weight=lambda x: False, entered=lambda x: None
     )
     return GivenCall(args, kwargs, None, returned)
