@@ -96,16 +96,16 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(INSTALLED))
 
 # the pictures of the documentation, which are committed, and the site in build/site/html
 docs: $(INSTALLED)
-	$(BIN)/python docs/draw_rooms.py
-	$(BIN)/python docs/draw_verdict.py
-	$(BIN)/python docs/draw_chaos.py
-	PATH="$(BIN):$$PATH" $(BIN)/python docs/build_site.py
+	$(BIN)/python docs/scripts/draw_rooms.py
+	$(BIN)/python docs/scripts/draw_verdict.py
+	$(BIN)/python docs/scripts/draw_chaos.py
+	PATH="$(BIN):$$PATH" $(BIN)/python docs/scripts/build_site.py
 
 # the pictures of docs/ that show the program, of a demo that has been run, and many more to look at in
 # build/screenshots; needs chromium and chromium-driver
 STUDY ?= $(wildcard runs/quickstart)
 screenshots: $(INSTALLED)
-	PYTHONPATH=. $(BIN)/python docs/take_screenshots.py $(STUDY)
+	PYTHONPATH=. $(BIN)/python docs/scripts/take_screenshots.py $(STUDY)
 
 # what has to be true before a release, one line a check; publishes nothing
 release-check: $(INSTALLED)

@@ -86,7 +86,9 @@ def slow_trouble(root: Path, today: date) -> str:
 
 def picture_trouble(root: Path) -> str:
     """Say which sources of pages, terminal and figures are others than when pictures were taken."""
-    changed = runpy.run_path(str(ROOT / "docs" / "shown_pictures.py"))["changed_since"](root)
+    changed = runpy.run_path(str(ROOT / "docs" / "scripts" / "shown_pictures.py"))["changed_since"](
+        root
+    )
     return f"run make screenshots: {', '.join(changed)} changed since" if changed else ""
 
 

@@ -1,6 +1,7 @@
 """A small GPT on Python's own sources that returns its loss, as nanoGPT does, and is evaluated.
 
-examples/verdict.yaml puts another attention into it and judges that; see docs/your_own_training.md.
+examples/verdict.yaml puts another attention into it and judges that; `stability docs
+your_own_training` says how.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A small GPT on Python's own sources, in plain PyTorch: a script that knows nothing of stability.
 
-`stability record` and examples/study.yaml train it as the arms of a study; see
-docs/your_own_training.md.
+`stability record` and examples/study.yaml train it as the arms of a study: `stability docs
+your_own_training` says how.
 """
 
 import argparse

@@ -45,7 +45,7 @@ BEYOND_THIS_MACHINE = {
 
 def site_pages():
     """Return the files that are pages of the site, in its order, README first."""
-    sections = runpy.run_path(str(ROOT / "docs" / "build_site.py"))["PAGES"]
+    sections = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))["PAGES"]
     return [origin for pages in sections.values() for origin in pages.values()]
 
 

@@ -38,7 +38,7 @@ def test_enough_files_are_named():
 
 
 def test_picture_is_drawn_from_the_contracts_of_today():
-    script = runpy.run_path(str(ROOT / "docs" / "draw_rooms.py"))
+    script = runpy.run_path(str(ROOT / "docs" / "scripts" / "draw_rooms.py"))
     assert script["PICTURE"].read_text() == script["draw"](), "run `make docs`"
 
 
@@ -52,7 +52,7 @@ def test_picture_names_every_room():
 
 
 def test_the_table_of_chaos_is_that_of_its_record():
-    drifts = runpy.run_path(str(ROOT / "docs" / "draw_chaos.py"))["drifts"]()
+    drifts = runpy.run_path(str(ROOT / "docs" / "scripts" / "draw_chaos.py"))["drifts"]()
     page = (ROOT / "docs" / "chaos.md").read_text()
     rows = {
         "1-ULP nudge": "a [nudge](glossary.md#nudge) of 1 ULP",

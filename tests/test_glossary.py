@@ -12,7 +12,7 @@ import pytest
 
 from tests.pages import ROOT, site_pages
 
-SECTIONS = runpy.run_path(str(ROOT / "docs" / "build_site.py"))["PAGES"]
+SECTIONS = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))["PAGES"]
 LEFT_OUT = {"docs/glossary.md": "each word is explained in its row, and used in other words' rows"}
 """Pages of the site that are not held, and why. Its reference (verbs, keys, metrics, names) is no
 page of `SECTIONS`: it is made of the code, whose docstrings hold no links."""

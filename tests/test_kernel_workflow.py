@@ -59,9 +59,13 @@ class Job:
         }
         ended = []
         for step in yaml.safe_load(WORKFLOW.read_text())["jobs"]["check"]["steps"]:
-            line = step.get("run", "pip install")
+            line = step.get("run", "")
             failed = any(code for _, code in ended)
-            if line.startswith("pip install") or not self.holds(step.get("if", ""), failed):
+            if (
+                not line
+                or line.startswith("pip install")
+                or not self.holds(step.get("if", ""), failed)
+            ):
                 continue
             for name, value in self.inputs.items():
                 line = line.replace(f"${{{{ inputs.{name} }}}}", value)
@@ -118,3 +122,15 @@ def test_a_study_is_judged_and_its_bundle_is_there_to_be_uploaded(folder):
         if "upload-artifact" in step.get("uses", "")
     )
     assert len([*folder.glob(upload)]) == 1
+
+
+def test_what_pip_installs_is_an_input_so_that_no_index_has_to_have_the_package():
+    workflow = yaml.safe_load(WORKFLOW.read_text())
+    (install,) = (
+        step["run"]
+        for step in workflow["jobs"]["check"]["steps"]
+        if step.get("run", "").startswith("pip")
+    )
+    assert install == 'pip install "${{ inputs.package }}"'
+    # PyYAML reads the key `on` as true
+    assert workflow[True]["workflow_call"]["inputs"]["package"]["default"] == "training-stability"

@@ -245,7 +245,7 @@ OPTIONS = sorted(
 @pytest.fixture(scope="module")
 def helps():
     """What `stability VERB --help` says, by verb."""
-    said = runpy.run_path(str(ROOT / "docs" / "build_site.py"))["_said"]
+    said = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))["_said"]
     return {verb: said([verb, "--help"]) for verb in VERBS}
 
 

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-SHOWN = runpy.run_path(str(ROOT / "docs" / "shown_pictures.py"))
+SHOWN = runpy.run_path(str(ROOT / "docs" / "scripts" / "shown_pictures.py"))
 
 
 @pytest.fixture(scope="module")
 def script():
     pytest.importorskip("selenium")
-    return runpy.run_path(str(ROOT / "docs" / "take_screenshots.py"))
+    return runpy.run_path(str(ROOT / "docs" / "scripts" / "take_screenshots.py"))
 
 
 def shown():

@@ -19,7 +19,7 @@ from stability.config.study import StudyConfig
 
 pytest.importorskip("zensical", reason="the extra docs is not installed")
 ROOT = Path(__file__).parent.parent
-SCRIPT = runpy.run_path(str(ROOT / "docs" / "build_site.py"))
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))
 
 
 def test_the_reference_is_made_of_the_code():
@@ -135,7 +135,12 @@ def _without_network():
 @pytest.mark.slow
 def test_the_site_builds_without_a_network_and_fetches_nothing(tmp_path):
     begins, proxies = _without_network()
-    command = [*begins, sys.executable, ROOT / "docs" / "build_site.py", tmp_path / "site"]
+    command = [
+        *begins,
+        sys.executable,
+        ROOT / "docs" / "scripts" / "build_site.py",
+        tmp_path / "site",
+    ]
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     done = subprocess.run(
         command, env=os.environ | proxies | {"PYTHONPATH": path}, capture_output=True, text=True
@@ -163,7 +168,7 @@ MISTAKES = {
 
 def _build(tmp_path, planted="", navigation=()):
     """Build a site of two pages, one with `planted`, and with these entries of navigation more."""
-    script = runpy.run_path(str(ROOT / "docs" / "build_site.py"))
+    script = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))
     (tmp_path / "a.md").write_text(f"# A\n\n[b](b.md#there) {planted}\n")
     (tmp_path / "b.md").write_text("# B\n\n## There\n\nWords.\n")
     config = script["_config"]

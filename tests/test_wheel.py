@@ -31,6 +31,7 @@ PACKAGES = {
     "stability": "stability",
     "kernels/attention_kernels": "attention_kernels",
     "configs": "stability/configs",
+    "docs": "stability/docs",
     "examples": "stability/examples",
     "experiments": "stability_experiments/experiments",
 }
@@ -69,7 +70,10 @@ def tracked() -> list[str]:
     return [
         path
         for path in listed.stdout.split("\0")
-        if path and (ROOT / path).exists() and not path.endswith(".png")
+        if path
+        and (ROOT / path).exists()
+        and not path.startswith(("docs/scripts/", "docs/screenshots/made_of.json"))
+        and not (path.startswith("experiments/") and path.endswith(".png"))
     ]
 
 

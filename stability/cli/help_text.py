@@ -15,6 +15,7 @@ PLAIN_WORDS = (Path | None, str | None)
 
 EXAMPLES = {
     "demo": "stability demo --out runs",
+    "docs": "stability docs my_kernel",
     "check": "stability check my_kernel:attend --quick --dtype bf16",
     "run": "stability run study.yaml --seeds 5 --keep none",
     "estimate": "stability estimate study.yaml --train.steps 1000",

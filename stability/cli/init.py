@@ -160,6 +160,7 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
         print_line("  a reference is the command one precision higher, as FP32 beside BF16 by")
         print_line("  autocast, by one flag of its own; without one there is no PASS")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
+    print_line("explained, step by step: stability docs your_own_training")
 
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:

@@ -43,6 +43,7 @@ VERBS = {
         "stability.cli.demo",
         "train the study that comes with this package",
     ),
+    "docs": ("stability.cli.docs", "read the documentation: list its pages, or show one"),
     "check": ("stability.cli.check", "say if an attention computes attention, or what is off"),
     "run": ("stability.cli.run", "train every arm of a study and show the ladder"),
     "estimate": ("stability.cli.estimate", "say what a study will take: hours, disk, memory"),
@@ -323,8 +324,8 @@ def _overview() -> str:
         for code, text in EXIT_CODES.items()
     )
     return (
-        f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes.\n\n"
-        f"exit codes:\n{codes}"
+        f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes; "
+        f"`stability docs` lists tutorials.\n\nexit codes:\n{codes}"
     )
 
 

@@ -14,6 +14,14 @@ from stability.records.atomic_files import make_folders, write_text
 __all__ = ["Template", "check_no_fault", "write_template"]
 
 Template = Literal["kernel", "precision", "script", "layouts", "checkpoints"]
+_PAGES: Mapping[Template, str] = {
+    "kernel": "my_kernel",
+    "precision": "study",
+    "script": "your_own_training",
+    "layouts": "layouts",
+    "checkpoints": "adopt",
+}
+"""The page of the documentation that goes on from each template."""
 _OWN = '{implementation: "my_kernel:attend"'
 """How the attention in question begins in the template's study."""
 _OF_OWN = " As it comes, my_kernel.py is right, and passes."
@@ -64,6 +72,7 @@ def write_template(template: Template, to: Path, name: str, attention: str = "")
         print_line("next:")
     for line in files.next:
         print_line(f"  {line}")
+    print_line(f"explained, step by step: stability docs {_PAGES[template]}")
     return HOLDS
 
 

@@ -1,12 +1,12 @@
-"""Where the files are that come with this package: studies, model presets, templates, experiments.
+"""Where the files are that come with this package: studies, presets, scripts, experiments, pages.
 
 In a clone they lie beside the package; the wheel holds them in `stability/configs`,
-`stability/examples` and `stability_experiments`. Leaves out what is in them.
+`stability/examples`, `stability/docs` and `stability_experiments`. Leaves out what is in them.
 """
 
 from pathlib import Path
 
-__all__ = ["configs", "examples", "experiments"]
+__all__ = ["configs", "docs", "examples", "experiments"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -14,6 +14,11 @@ _PACKAGE = Path(__file__).parents[1]
 def configs() -> Path:
     """Return the folder of the studies and model presets that are shipped."""
     return _there("configs", _PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+
+def docs() -> Path:
+    """Return the folder of the pages of the documentation."""
+    return _there("docs", _PACKAGE / "docs", _PACKAGE.parent / "docs")
 
 
 def examples() -> Path:

@@ -114,6 +114,7 @@ def test_the_study_of_a_kernel_that_is_there_names_it_and_writes_no_other(to, ow
         f"stability estimate {to}",
         f"stability run {to}",
         "stability verdict runs/my_kernel",
+        "explained, step by step: stability docs my_kernel",
     ]
     text = (empty / to).read_text()
     assert "my_kernel:" not in text

@@ -23,7 +23,7 @@ from stability.analysis.sequential import LOOKS, look_alpha
 from stability.metrics.coherence import coherence_of
 from stability.metrics.golden_error import GOLDEN_COLUMNS, golden_tensor
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1]
 RIGHT, WRONG, LIMIT = "#1b6ca8", "#c0392b", "#555555"
 WRONGS = (WRONG, "#e08e0b", "#7d3c98")
 """One colour each, where several wrong ones are told apart."""

@@ -12,7 +12,7 @@ import tomllib
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"
 SOURCES = {"stability": ROOT / "stability", "attention_kernels": ROOT / "kernels/attention_kernels"}
 

@@ -13,7 +13,7 @@ from statistics import geometric_mean
 os.environ.setdefault("MPLBACKEND", "svg")
 import matplotlib.pyplot as plt
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "experiments" / "results" / "stable_fig8.cpu.json"
 PICTURE = ROOT / "docs" / "chaos.svg"
 

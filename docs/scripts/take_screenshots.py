@@ -4,10 +4,10 @@ They are there to be looked at before a release, and some stand in the documenta
 staged: the program itself trains, fails and is killed, and a headless Chromium and a terminal of 80
 columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on two busy cores.
 
-    PYTHONPATH=. python docs/take_screenshots.py [STUDY] [--out FOLDER]
+    PYTHONPATH=. python docs/scripts/take_screenshots.py [STUDY] [--out FOLDER]
 
-All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` in docs/shown_pictures.py
-go to docs/ as well, if STUDY, the folder of the quickstart study, is given and answers what
+All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` in shown_pictures.py go
+to docs/ as well, if STUDY, the folder of the quickstart study, is given and answers what
 README.md says.
 Leaves out whether a picture is any good: that is for a person to say.
 """
@@ -34,10 +34,10 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
-from docs.shown_pictures import is_of_readme, renew
+from docs.scripts.shown_pictures import is_of_readme, renew
 from tests.stability.report.browser import Browser, launch_browser
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 COLUMNS, ROWS = 80, 50
 FIRST_LINES = 31

@@ -1,6 +1,6 @@
 """The pictures of the program that pages of the documentation show: their names, size and age.
 
-`docs/take_screenshots.py` takes them; `.ci/release_check.py` asks here whether what they show has
+`take_screenshots.py` takes them; `.ci/release_check.py` asks here whether what they show has
 changed since. Leaves out how a picture is taken.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageChops
 from rich.text import Text
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 SHOWN = {

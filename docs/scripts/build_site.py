@@ -5,7 +5,7 @@ docstrings, the table of metrics, and the public names of both packages by mkdoc
 links to outside of the site has to be a file of the repository; every link and heading is checked,
 and one that leads nowhere is an error. `make docs` runs this, offline:
 
-    python docs/build_site.py [FOLDER]     # build/site by default
+    python docs/scripts/build_site.py [FOLDER]     # build/site by default
 """
 
 import ast
@@ -27,46 +27,9 @@ from stability.cli import main as command_line
 from stability.config import command_study, model, parallel, schema, study
 from stability.records import metric_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
-PAGES = {
-    "Home": {"index.md": "README.md"},
-    "Tutorials": {
-        "quickstart.md": "docs/quickstart.md",
-        "my_kernel.md": "docs/my_kernel.md",
-        "your_own_training.md": "docs/your_own_training.md",
-        "hugging_face.md": "docs/hugging_face.md",
-        "slurm.md": "docs/slurm.md",
-    },
-    "How to": {
-        "study.md": "docs/study.md",
-        "policy.md": "docs/policy.md",
-        "read_a_report.md": "docs/read_a_report.md",
-        "adopt.md": "docs/adopt.md",
-        "extend.md": "docs/extend.md",
-        "look.md": "docs/look.md",
-        "screenshots.md": "docs/screenshots.md",
-        "instrument.md": "docs/instrument.md",
-        "layouts.md": "docs/layouts.md",
-        "executors.md": "docs/executors.md",
-        "configs.md": "configs/README.md",
-        "attention_library.md": "docs/attention_library.md",
-        "contributing.md": "CONTRIBUTING.md",
-    },
-    "Explanation": {
-        "verdict.md": "docs/verdict.md",
-        "chaos.md": "docs/chaos.md",
-        "trust.md": "docs/trust.md",
-        "glossary.md": "docs/glossary.md",
-        "scale.md": "docs/scale.md",
-        "families.md": "docs/families.md",
-        "kernels.md": "kernels/README.md",
-        "architecture.md": "docs/architecture.md",
-        "measured.md": "docs/measured.md",
-        "experiments.md": "experiments/README.md",
-        "changelog.md": "CHANGELOG.md",
-    },
-}
+PAGES = yaml.safe_load((ROOT / "docs" / "contents.yaml").read_text(encoding="utf-8"))
 """By section, the pages of the site and the files that they are."""
 
 GROUPS = {

@@ -1,0 +1,33 @@
+"""How `stability docs` shows a page in a terminal: in colours that any background bears."""
+
+import re
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markdown import CodeBlock, Markdown
+from rich.text import Text
+from rich.theme import Theme
+
+__all__ = ["print_page"]
+
+_THEME = Theme({"markdown.code": "bold", "markdown.h1": "bold", "markdown.h2": "bold underline"})
+"""Of rich's own some are black or white, which is unseen in half of all terminals."""
+
+
+class _AsItIs(CodeBlock):
+    """A block of code whose lines are not broken, so that they can be copied."""
+
+    def __rich_console__(self, console: Console, options: object) -> Iterator[Text]:
+        yield Text(str(self.text).rstrip(), no_wrap=True, overflow="ignore")
+
+
+class _Page(Markdown):
+    elements = {**Markdown.elements, "fence": _AsItIs, "code_block": _AsItIs}  # noqa: RUF012
+
+
+def print_page(text: str, widest: int) -> None:
+    """Print Markdown in the terminal's width, or in `widest` columns if it has more."""
+    console = Console(highlight=False, theme=_THEME)
+    console.width = min(console.width, widest)
+    # pairs of tags without words are anchors
+    console.print(_Page(re.sub(r"<a [^>]*></a>", "", text), hyperlinks=False), crop=False)

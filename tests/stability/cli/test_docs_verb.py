@@ -1,0 +1,114 @@
+"""`stability docs`: every page that came along is listed, and shown with links that lead on."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stability.cli import docs as verb
+from stability.cli.main import main
+from stability.config import shipped
+from tests.pages import ROOT, site_pages
+
+PAGES = {name: path for section in verb._sections().values() for name, path in section.items()}
+
+
+def test_every_page_of_the_site_is_listed_by_its_title(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs"]) == 0
+    said = capsys.readouterr().out
+    assert [*map(Path.resolve, PAGES.values())] == [ROOT / origin for origin in site_pages()]
+    assert "  my_kernel          Tutorial: a kernel of my own, from `check` to `verdict`\n" in said
+    assert all(len(line) <= 80 for line in said.partition("\nThese pages are in")[0].splitlines())
+
+
+@pytest.mark.parametrize("name", ["my_kernel", "my_kernel.md", "docs/my_kernel.md"])
+def test_a_page_is_found_as_a_reader_may_name_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", name]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("# Tutorial: a kernel of my own")
+    # a page by its link, another file by where it lies
+    assert "[study.md](study.md)" in said
+    assert f"kernel_check.yml ({shipped.examples() / 'ci' / 'kernel_check.yml'})" in said
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_piped_page_has_all_of_its_words_and_no_link_into_nothing(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", name]) == 0
+    said = capsys.readouterr().out
+    whole = re.sub(r"\]\([^)\s]*\)", "", PAGES[name].read_text(encoding="utf-8"))
+    lines = [re.sub(r"\W", "", line) for line in whole.splitlines() if "[" not in line]
+    found = re.sub(r"\W", "", said)
+    assert [line for line in lines if line not in found] == []
+    for target in re.findall(r"\]\(([\w./-]+\.\w+)", said):
+        assert (PAGES[name].parent / target).is_file(), target
+
+
+def test_an_unknown_page_is_told_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["docs", "my_kernels"])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no page 'my_kernels'; nearest: my_kernel, " in said
+    assert "`stability docs` lists all" in said
+
+
+def test_what_a_clone_alone_has_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # as the wheel has it: pages below the package, beside no README
+    for name in ("contents.yaml", "study.md"):
+        (tmp_path / "docs" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "docs" / name).write_bytes((ROOT / "docs" / name).read_bytes())
+    monkeypatch.setattr(shipped, "docs", lambda: tmp_path / "docs")
+    main(["docs"])
+    listed = re.findall(r"^  (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert listed == ["study", "experiments"]
+    main(["docs", "study"])
+    said = capsys.readouterr().out
+    assert "](verdict.md" not in said.replace("[verdict.md](verdict.md", ""), "that page is gone"
+
+
+def in_terminal(columns: int, *words: str) -> str:
+    """Return what the command prints in a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stability.cli.main", *words], stdout=theirs, env=environment
+    )
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            read = os.read(ours, 65536)
+        except OSError:  # closed at the other end
+            break
+        said += read
+        if not read:
+            break
+    assert process.wait() == 0
+    os.close(ours)
+    return said.decode()
+
+
+def test_in_a_terminal_a_page_is_formatted_and_no_command_is_broken() -> None:
+    said = in_terminal(80, "docs", "my_kernel")
+    plain = re.sub(r" +\n", "\n", re.sub(r"\x1b\[[0-9;]*m", "", said).replace("\r\n", "\n"))
+    assert "```" not in plain
+    assert "](" not in plain
+    assert "glossary" not in plain
+    assert "What each level measures\n(verdict.md)" in plain
+    # a line of code goes on past the edge, so that it is copied as one
+    check = "stability check my_kernel:attend_without_tail --quick --dtype bf16   # exit code 1"
+    assert f"\n{check}\n" in plain
+    assert plain.rstrip().endswith(f"This page is {ROOT / 'docs' / 'my_kernel.md'}")
+    # neither black, nor white, nor a background: they are unseen in half of all terminals
+    colours = {code for each in re.findall(r"\x1b\[([0-9;]*)m", said) for code in each.split(";")}
+    assert not colours & {"30", "37", "40", "47", "90", "97", "38", "48"}
