@@ -219,6 +219,20 @@ def test_the_wheel_alone_writes_every_template_and_each_study_of_them_loads(plac
 
 
 @pytest.mark.slow
+def test_the_wheel_alone_shows_its_pages_and_what_they_name_is_there(place: Path) -> None:
+    stability = place / "env" / "bin" / "stability"
+    listed = run(stability, "docs", cwd=place)
+    names = re.findall(r"^  (\w+) ", listed, flags=re.MULTILINE)
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= {*names}
+    for name in names:
+        page = run(stability, "docs", name, cwd=place)
+        for file in re.findall(rf"\(({place}[^)]*)\)", page):
+            assert Path(file).is_relative_to(place / "env"), (name, file)
+            assert Path(file).exists(), (name, file)
+    assert "kernel_check.yml (" in run(stability, "docs", "my_kernel", cwd=place)
+
+
+@pytest.mark.slow
 def test_the_wheel_alone_lists_the_experiments_and_runs_one(place: Path) -> None:
     stability = place / "env" / "bin" / "stability"
     held = (place / "env").glob("lib/python*/site-packages/stability_experiments/experiments/*.py")
