@@ -4,12 +4,15 @@ Whether they are of today's pages is asked before a release (`.ci/release_check.
 to take them needs a browser, and the quickstart study of a machine that answers as README.md says.
 """
 
+import contextlib
 import json
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+from stability.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -24,26 +27,36 @@ def script():
     return runpy.run_path(str(ROOT / "docs" / "scripts" / "take_screenshots.py"))
 
 
+PHOTOGRAPHS = (ROOT / "docs" / "quickstart.png", ROOT / "docs" / "screenshots")
+
+
 def shown():
-    """The PNGs that some page shows, below docs/."""
-    return {
-        (page.parent / target).resolve().relative_to(ROOT / "docs").as_posix()
+    """The pictures of the program that some page shows, below docs/."""
+    found = {
+        (page.parent / target).resolve()
         for page in PAGES
-        for target in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text())
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+\.(?:png|svg))\)", page.read_text())
+    }
+    return {
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in found
+        if path in PHOTOGRAPHS or path.parent in PHOTOGRAPHS
     }
 
 
 def test_each_picture_of_a_page_is_taken_by_the_script_and_each_of_the_script_is_shown():
     on_disk = {
-        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.png")
+        path.relative_to(ROOT / "docs").as_posix()
+        for path in [*(ROOT / "docs").rglob("*.png"), *(ROOT / "docs/screenshots").glob("*.svg")]
     }
-    assert {*SHOWN["SHOWN"]} == shown() == on_disk
+    assert {*SHOWN["SHOWN"], *SHOWN["SAID"]} == shown() == on_disk
 
 
 def test_the_gallery_shows_all_but_the_picture_of_the_first_page_each_with_words_for_it():
     page = (ROOT / "docs" / "screenshots.md").read_text()
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page)
-    assert {target for _, target in pictures} == {*SHOWN["SHOWN"]} - {"quickstart.png"}
+    every = {*SHOWN["SHOWN"], *SHOWN["SAID"]}
+    assert {target for _, target in pictures} == every - {"quickstart.png"}
     words = [alt for alt, _ in pictures]
     assert len({*words}) == len(words)
     assert min(map(len, words)) > 15
@@ -89,3 +102,28 @@ def test_docs_are_renewed_only_from_a_study_that_answers_as_the_readme_says():
     readme = "x\n```text\na PASS\n\narm  3x\n```\n```text\nother\n```\n"
     assert SHOWN["is_of_readme"]("\x1b[1ma PASS\x1b[0m  \n\n arm  3x\nmore\n", readme)
     assert not SHOWN["is_of_readme"]("a PASS\n\narm  2x\n", readme)
+
+
+def said(words, capsys):
+    """Return what a command prints, without white space."""
+    with contextlib.suppress(SystemExit):
+        main(words)
+    return "".join("".join(capsys.readouterr()).split())
+
+
+def test_the_drawn_help_and_mistakes_are_what_the_program_says_today(tmp_path, monkeypatch, capsys):
+    drawn = {name: (ROOT / "docs" / name).read_text() for name in SHOWN["SAID"]}
+    shown = {Path(name).stem: SHOWN["words_of"](text) for name, text in drawn.items()}
+    monkeypatch.chdir(tmp_path)
+    again = "run `make screenshots`"
+    assert shown["help"] == "stability--help" + said(["--help"], capsys), again
+    mistakes = "mistakes"
+    for words in SHOWN["MISTAKES"]:
+        mistakes += "$stability" + "".join(words) + said(words, capsys)
+    assert shown["mistakes"] == mistakes, again
+    # figures and answers are another machine's
+    for each in ("studies and the demo", "stability workspace", "attention flash:fa2"):
+        assert "".join(each.split()) in shown["doctor"], each
+    assert "candidate,seed0" in shown["training-dark"]
+    # a reader's browser fetches nothing to show them
+    assert not any("url(http" in text or "@import" in text for text in drawn.values())

@@ -5,6 +5,7 @@ changed since. Leaves out how a picture is taken.
 """
 
 import hashlib
+import html
 import json
 import re
 from pathlib import Path
@@ -38,6 +39,22 @@ SHOWN = {
 }
 """What pages of the documentation show, below docs/, and which of the pictures it is."""
 
+SAID = {
+    "screenshots/help.svg": "terminal-help-light.svg",
+    "screenshots/mistakes.svg": "terminal-mistakes-dark.svg",
+    "screenshots/doctor.svg": "terminal-doctor-light.svg",
+    "screenshots/training-dark.svg": "terminal-training-dark.svg",
+}
+"""The same of terminals whose words are no study's, so that any machine can take them."""
+MISTAKES = (
+    ["run", "study.yaml"],
+    ["show", "runs", "--jsn"],
+    ["init", "--template", "kernle"],
+    ["check", "flash:fa9"],
+    ["verdict"],
+)
+"""Commands of which the picture of mistakes shows what is said, in an empty folder."""
+
 MADE_OF = Path("docs") / "screenshots" / "made_of.json"
 SOURCES = "stability/report"
 """All that shows something lies here: a change of it may make a picture old. Left out are the
@@ -67,6 +84,22 @@ def renew(out: Path) -> None:
         if size > MOST_BYTES:
             raise RuntimeError(f"{target}: must have at most {MOST_BYTES} bytes, has {size}")
     (ROOT / MADE_OF).write_text(json.dumps(made_of(ROOT), indent=2) + "\n", encoding="utf-8")
+
+
+def renew_said(out: Path) -> None:
+    """Write the pictures of `SAID`, whose letters are the reader's own: none is fetched."""
+    for target, source in SAID.items():
+        drawn = (out / source).read_text(encoding="utf-8")
+        drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
+        # rich names each drawing by a random number
+        drawn = re.sub(r"terminal-\d+", "terminal", drawn)
+        (DOCS / target).write_text(drawn, encoding="utf-8")
+
+
+def words_of(drawn: str) -> str:
+    """Return what stands in the drawing of a terminal, without white space."""
+    words = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
+    return "".join(html.unescape(words).split())
 
 
 def is_of_readme(said: str, readme: str) -> bool:

@@ -8,7 +8,7 @@ columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on 
 
 All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` in shown_pictures.py go
 to docs/ as well, if STUDY, the folder of the quickstart study, is given and answers what
-README.md says.
+README.md says. Those of `SAID` go there anyway.
 Leaves out whether a picture is any good: that is for a person to say.
 """
 
@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
-from docs.scripts.shown_pictures import is_of_readme, renew
+from docs.scripts.shown_pictures import MISTAKES, is_of_readme, renew, renew_said
 from tests.stability.report.browser import Browser, launch_browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,13 +103,15 @@ def main() -> int:
         work = Path(folder)
         (work / "my_kernels.py").write_text(KERNELS, encoding="utf-8")
         shot_training(work, browser, out)
+        shot_words(work, browser, out)
         study = asked.study.resolve() if asked.study else work / "runs" / "finished"
         shot_report(study, browser, out)
         shot_terminal(study, browser, out)
         shot_figures(study, out)
         shot_dashboards(work, study, browser, out)
+    renew_said(out)
     if asked.study is None:
-        say(f"{out} has the pictures; for those of docs/ give the quickstart study's folder")
+        say(f"{out} has the pictures; for the rest of docs/ give the quickstart study's folder")
         return 0
     return renew_docs(study, out)
 
@@ -131,6 +133,17 @@ def shot_training(work: Path, browser: Browser, out: Path) -> None:
     said = in_terminal(["run", "finished.yaml", "--wandb", "disabled"], work, look)
     if not shots:
         raise RuntimeError(f"the training was over before a picture was taken: {said}")
+
+
+def shot_words(work: Path, browser: Browser, out: Path) -> None:
+    """Take what is said to somebody who begins: the help, mistakes, what runs on this machine."""
+    shot_screen(in_terminal(["--help"], work), "stability --help", "terminal-help", browser, out)
+    said = ""
+    for words in MISTAKES:
+        said += f"$ stability {' '.join(words)}\n{in_terminal(words, work)}\n"
+    shot_screen(said, "mistakes", "terminal-mistakes", browser, out)
+    said = in_terminal(["doctor"], work).partition("what runs here")
+    shot_screen("".join(said[1:]), "stability doctor", "terminal-doctor", browser, out)
 
 
 def shot_report(study: Path, browser: Browser, out: Path) -> None:

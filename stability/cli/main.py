@@ -317,15 +317,15 @@ def _did_you_mean(unknown: str, options: Sequence[str], command: str) -> str:
 
 def _overview() -> str:
     """Return the text of `stability --help`."""
-    verbs = "".join(f"  stability {verb:9} {text}\n" for verb, (_, text) in VERBS.items())
+    verbs = "".join(f"  stability {verb:10} {text}\n" for verb, (_, text) in VERBS.items())
     codes = "".join(
         textwrap.fill(f"{code:<3} {text}", 80, initial_indent="  ", subsequent_indent=" " * 6)
         + "\n"
         for code, text in EXIT_CODES.items()
     )
     return (
-        f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes; "
-        f"`stability docs` lists tutorials.\n\nexit codes:\n{codes}"
+        f"usage: stability VERB ...\n\n{verbs}\n`stability VERB --help` says what a verb takes, "
+        f"`stability docs` lists tutorials\n\nexit codes:\n{codes}"
     )
 
 
