@@ -45,6 +45,7 @@ RUN_HERE = (
     "stability report runs/mine --wandb offline",
     "stability dashboard runs --allow-host localhost:9000",
     "stability export runs/quickstart",
+    "stability docs",
     "stability verify quickstart.bundle.tar.gz",
 )
 """In this order, in one folder."""
