@@ -58,6 +58,7 @@ class CommandTrain:
     """How long every arm trains, and which of its states are kept."""
 
     steps: int
+    """How many updates of the weights the command makes, at least 1."""
     snapshot_steps: tuple[int, ...] = ()
     """Updates after which the weights are kept; none: 1, 2, 5, 10, 20, ... and the last."""
 
@@ -116,6 +117,7 @@ class CommandConfig:
     """By name without dashes. Null is not given, and as `{flags}` neither is false, and true has no
     value; as `{settings}` and `{assigned}` both are values, as `x=false`."""
     env: dict[str, str] = field(default_factory=dict)
+    """Variables that are set for the command, by name."""
     python: str = ""
     """The interpreter whose folder comes first on PATH; none: what PATH finds."""
     ref: str = ""
@@ -133,12 +135,17 @@ class CommandConfig:
     """What is held out: MODULE:FUNCTION that returns the loss of a model, "all" that the script
     evaluates, or "none"; empty: what it evaluates every time and does not train on."""
     probe: CommandProbe = field(default_factory=CommandProbe)
+    """What is looked at inside of the script's process."""
     deterministic: bool = True
+    """Whether torch's deterministic algorithms are turned on for the script."""
     same_start: bool = False
     """Whether the baseline's start weights are given to every other arm of its seed."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
+    """The smallest change of the start weights, which shows what chaos makes of it."""
     changes: MeantChanges = field(default_factory=MeantChanges)
+    """What the arm changes on purpose besides the numerics."""
     train: CommandTrain
+    """How long every arm trains, and which of its states are kept."""
 
     def __post_init__(self) -> None:
         _words(self.command, "command")

@@ -75,12 +75,19 @@ class ModelConfig:
     builder: str = "gpt2"
     """`gpt2`, `llama`, `huggingface`, an entry point's name, or `module:function` (`Builder`)."""
     depth: int
+    """How many layers, from 1 to 4096."""
     width: int
+    """How wide the residual stream is; a multiple of `heads`, but for `huggingface`."""
     heads: int
+    """How many query heads each layer has."""
     kv_heads: int = 0
+    """How many heads of keys and values, a divisor of `heads`; 0: as many as `heads`."""
     context: int
+    """How many tokens a sequence has."""
     vocab_size: int = 256
+    """How many different tokens there are; 256 for the tokenizer `bytes`."""
     qk_norm: bool = False
+    """Whether queries and keys are normalised in each head; of `gpt2` and `llama` alone."""
     dropout: float = 0.0
     """Of the embeddings and of what each attention and MLP adds, not of attention weights."""
     init: str = ""

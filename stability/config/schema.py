@@ -57,6 +57,7 @@ class AttentionConfig:
     numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
     engine: Literal["auto", "twin", "triton"] = "auto"
+    """What computes `flash`: `triton` or `twin`, in plain PyTorch; `auto`: by the device."""
     layers: tuple[str, ...] = ("*",)
     """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
     direction: Literal["both", "forward", "backward"] = "both"
@@ -84,10 +85,13 @@ class DataConfig:
     source: str = "stdlib"
     """`stdlib`, a local .txt/.json/.jsonl/.parquet file, or a hub data set, `name[:config]`."""
     text_column: str = "text"
+    """The column that holds the documents, of a file or data set with columns."""
     split: str = "train"
+    """Which split of a data set of the hub is read."""
     tokenizer: str = "bytes"
     """`bytes`, or the name or path of a Hugging Face tokenizer."""
     workers: int = 0
+    """Processes that load batches, from 0 to 1024; 0: the training process loads them itself."""
 
     def __post_init__(self) -> None:
         rule = f"workers must be from 0 to {MOST_WORKERS}, each is a process of its own"
@@ -156,6 +160,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Of matrices alone."""
     warmup_steps: int = 20
+    """Updates until the learning rate is at its peak; 0: it begins there."""
     state: str = ""
     """A format that the optimizer's state is held in, e.g. `bf16`; empty: that of the weights."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -194,13 +199,17 @@ class TrainConfig:
     """How long an arm trains and what it writes down when."""
 
     steps: int = 200
+    """How many updates of the weights, at least 1."""
     batch_size: int = 8
+    """Blocks of `model.context` tokens in an update, over all ranks."""
     grad_clip: float = 1.0
     """Most of the gradient's norm; 0 clips nothing."""
     log_every: int = 1
+    """Every so many steps `train/loss` is logged, at least 1."""
     snapshot_steps: tuple[int, ...] = ()
     """Steps with a snapshot besides 0 and the last; steps past the end are left out."""
     checkpoint_every: int = 50
+    """Every so many steps a checkpoint is written, from which a run can go on; at least 1."""
     keep_checkpoints: int = 2
     """The last so many are kept; 0 keeps all, to fork from any of them."""
     compile: str = ""
@@ -208,6 +217,7 @@ class TrainConfig:
     compile_options: dict[str, Any] = field(default_factory=dict)
     """`mode` of torch.compile, or options of the backend, e.g. `{fallback_random: true}`."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    """The device that trains; `auto`: a GPU if there is one, else the CPU."""
     matmul_precision: Literal["highest", "high", "medium"] = DEFAULT_MATMUL
     """What FP32 products keep of their operands: `torch.set_float32_matmul_precision`."""
     deterministic: bool = True
@@ -246,8 +256,11 @@ class SeedConfig:
     """`base` is the study's seed; the offsets move initial weights or data order alone."""
 
     base: int = 0
+    """Set by the study: each of its `seeds` in turn, from 0 to 2**32 - 1."""
     init_offset: int = 0
+    """Added to the seed that initial weights are drawn with; another one draws other weights."""
     order_offset: int = 0
+    """Added to the seed that shuffles the batches; another one trains in another order."""
 
     def __post_init__(self) -> None:
         # torch's CPU generator keeps the low 32 bits of a seed, so that 2**32 would be 0 again to
@@ -266,6 +279,7 @@ class NudgeConfig:
     """Move every initial weight by `ulps` units in the last place, up or down by a seeded coin."""
 
     ulps: int = 0
+    """Units in the last place, from 0 to 1024; 0 moves nothing."""
     draw: int = 0
     """Which coin: with another draw the same seed sends each weight another way."""
 
@@ -290,8 +304,11 @@ class ProbeConfig:
     """
 
     every: int = 10
+    """Every so many steps the probe looks, where `steps` is empty; 0: not at such steps."""
     steps: tuple[int, ...] = ()
+    """The steps it looks at, in place of the multiples of `every`."""
     per_decade: int = 0
+    """How many log-spaced steps between two powers of ten it looks at, too; 0: none."""
     shadows: tuple[AttentionConfig, ...] = (AttentionConfig(implementation="flash"),)
     """Run beside the primary; in arms that change the attention it is the baseline's own."""
     shadows_are: Literal["candidates", "baseline"] = "candidates"
@@ -365,22 +382,33 @@ class ArmConfig:
     """One training run, fully described."""
 
     model: ModelConfig
+    """The model: its builder, its shape and how its weights begin."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """The attention that the model trains with."""
     precision: str = "bf16-mixed"
     """`64-true`, `32-true`, `bf16-mixed`, `bf16-true`, `16-mixed`, `emulated:<format>` or
     `recipe:<name or parts>`; single modules' own as `config.precision` says, e.g.
     `bf16-mixed, *.mlp_*=fp32`."""
     seed: SeedConfig = field(default_factory=SeedConfig)
+    """What of the study's seed an arm moves."""
     start: str = ""
     """A trained state to begin from, as `stability compare` reads it; empty draws the weights."""
     nudge: NudgeConfig = field(default_factory=NudgeConfig)
+    """The smallest change of the initial weights, which shows what chaos makes of it."""
     data: DataConfig = field(default_factory=DataConfig)
+    """The text that is trained on."""
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    """The part of the text that is kept for evaluation."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer and its learning rate."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """How long it trains, on what device, and when it writes."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the run is laid out over ranks."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """When and how attentions are compared inside the run."""
     watch: WatchConfig = field(default_factory=WatchConfig)
+    """How often signs of instability are logged."""
 
     def __post_init__(self) -> None:
         # one text for one precision, however it was spaced

@@ -77,12 +77,19 @@ class StudyConfig:
     """
 
     name: str
+    """The study's name and that of its folder: at most 64 letters, digits, `.`, `_` or `-`."""
     question: str
+    """What the study asks, as a sentence; reports and W&B show it."""
     base: ArmConfig
+    """The run that every arm begins from."""
     arms: dict[str, dict[str, Any]]
+    """By name, what each arm changes of `base`; also its `role`, `until` and `change`."""
     seeds: tuple[int, ...] = (0,)
+    """Every arm is trained once with each of these; whole numbers >= 0."""
     yardstick: str = ""
+    """The arm that the ladder's ratios are taken to; empty: the reference."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """Which arms are judged, and the limits they are held to."""
     allow_many: bool = False
     """Let an arm change several axes; it is then called confounded wherever it is shown."""
     keep: Keep = "all"
