@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stability.study.record_call import record
 
 __version__ = "0.2.0"
+"""The version of both packages, as `stability --version` tells it."""
 
 __all__ = [
     "RecorderCallback",

@@ -13,6 +13,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+import attention_kernels
+import stability
 from stability.cli.main import VERBS
 from stability.config.command_study import CommandConfig
 from stability.config.study import StudyConfig
@@ -153,6 +155,8 @@ def test_the_site_builds_without_a_network_and_fetches_nothing(tmp_path):
     assert "error_ratio" in pages["metrics.html"]
     # mkdocstrings has filled in what a public function says
     assert "candidate" in pages["python.html"]
+    anchors = re.findall(r'id="[\w.]+\.(\w+)"', pages["python.html"])
+    assert {*stability.__all__, *attention_kernels.__all__} <= {*anchors}
     assert fetched(site) == {}
     shutil.rmtree(site)
 
@@ -171,10 +175,11 @@ def _build(tmp_path, planted="", navigation=()):
     script = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))
     (tmp_path / "a.md").write_text(f"# A\n\n[b](b.md#there) {planted}\n")
     (tmp_path / "b.md").write_text("# B\n\n## There\n\nWords.\n")
+    (tmp_path / "c.md").write_text("# Glossary\n")  # each page of the reference leads there
     config = script["_config"]
     script["build"].__globals__.update(
         ROOT=tmp_path,
-        PAGES={"Home": {"index.md": "a.md", "b.md": "b.md"}},
+        PAGES={"Home": {"index.md": "a.md", "b.md": "b.md", "glossary.md": "c.md"}},
         python_page=lambda: "# Python\n",
         _config=lambda entries, *folders: config([*entries, *navigation], *folders),
     )

@@ -60,6 +60,8 @@ TABLES = {
 }
 
 PUBLIC = ("stability", "attention_kernels")
+WORDS = "Words of this project are explained in the [glossary](glossary.md).\n"
+"""Opens each page of the reference."""
 
 SHOWN = {
     "show_source": False,
@@ -161,7 +163,7 @@ def _linked(text: str, origin: Path, homes: dict[Path, str], source: Path) -> st
 
 def command_line_page() -> str:
     """Return the page of all verbs, by their own help."""
-    parts = ["# Command line\n", "```text\n" + _said([]) + "```\n"]
+    parts = ["# Command line\n", WORDS, "```text\n" + _said([]) + "```\n"]
     for verb, (_, line) in command_line.VERBS.items():
         parts.append(f"## stability {verb}\n\n{line[0].upper()}{line[1:]}.\n")
         parts.append("```text\n" + _said([verb, "--help"]) + "```\n")
@@ -176,7 +178,11 @@ def _said(words: list[str]) -> str:
 
 def keys_page() -> str:
     """Return the page of all keys of a study's YAML, with types, defaults and docstrings."""
-    parts = ["# YAML keys\n", "Each key of a study, its type, its default, and what it says.\n"]
+    parts = [
+        "# YAML keys\n",
+        WORDS,
+        "Each key of a study, its type, its default, and what it says.\n",
+    ]
     for heading, kinds in GROUPS.items():
         parts.append(f"## {heading}\n")
         for kind in kinds:
@@ -221,7 +227,7 @@ def _in_cell(text: str) -> str:
 
 def metrics_page() -> str:
     """Return the page of the names of all metrics."""
-    parts = ["# Metrics\n", "As in `metrics.jsonl`, in W&B and in the report.\n"]
+    parts = ["# Metrics\n", WORDS, "As in `metrics.jsonl`, in W&B and in the report.\n"]
     for pattern, table in TABLES.items():
         parts.append(f"## `{pattern}`\n\n| metric | what it is |\n|---|---|")
         parts += [f"| `{each.name}` | {_in_cell(each.label)} |" for each in table.values()]
@@ -231,15 +237,14 @@ def metrics_page() -> str:
 
 def python_page() -> str:
     """Return the page of both packages' public names, for mkdocstrings to fill in."""
-    parts = ["# Python\n"]
+    parts = ["# Python\n", WORDS]
     for package in PUBLIC:
         module = __import__(package)
         parts.append(f"## {package}\n")
         for name in module.__all__:
-            home = module._HOMES.get(name)
-            if home:
-                full = home if home.startswith(package) else f"{package}.{home}"
-                parts.append(f"::: {full}.{name}\n")
+            home = module._HOMES.get(name, package)
+            full = home if home.startswith(package) else f"{package}.{home}"
+            parts.append(f"::: {full}.{name}\n")
     return "\n".join(parts)
 
 
