@@ -57,7 +57,7 @@ class AttentionConfig:
     numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
     engine: Literal["auto", "twin", "triton"] = "auto"
-    """What computes `flash`: `triton` or `twin`, in plain PyTorch; `auto`: by the device."""
+    """What computes `flash`: `triton`, or `twin` in plain PyTorch; `auto`: `triton` on a GPU."""
     layers: tuple[str, ...] = ("*",)
     """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
     direction: Literal["both", "forward", "backward"] = "both"
@@ -201,7 +201,7 @@ class TrainConfig:
     steps: int = 200
     """How many updates of the weights, at least 1."""
     batch_size: int = 8
-    """Blocks of `model.context` tokens in an update, over all ranks."""
+    """Blocks of `model.context` tokens in a batch, over all ranks together."""
     grad_clip: float = 1.0
     """Most of the gradient's norm; 0 clips nothing."""
     log_every: int = 1
