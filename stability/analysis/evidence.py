@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from stability.records.figure_table import FIGURES, figure_of
+
 __all__ = [
     "LEVELS",
     "Level",
@@ -64,6 +66,10 @@ class LevelEvidence:
     """Where not all was seen: what was, and what is left out, as the sentence ends."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """The numbers behind the sentence by name, e.g. `error_ratio`, `gain`, `excess_low`."""
+
+    def __post_init__(self) -> None:
+        unknown = {figure_of(name) for name in self.figures} - FIGURES[self.level].keys()
+        assert not unknown, f"{self.level}: {unknown} stand in no table of figures"
 
     @property
     def reason(self) -> str:
