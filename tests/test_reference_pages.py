@@ -1,11 +1,14 @@
 """The reference pages of the site leave nothing out: every key, metric and public name is there."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
 import attention_kernels
 import stability
+from stability.config.load import load_study
+from stability.records.metric_log import read_lines
 from tests.test_site import SCRIPT
 
 PAGES = ("command_line_page", "keys_page", "metrics_page", "python_page")
@@ -21,11 +24,13 @@ def test_each_page_of_the_reference_leads_to_the_glossary_first(page):
 def _rows(page: str) -> list[list[str]]:
     """Return the cells of all rows of a page's tables, less their headings."""
     lines = [x for x in page.splitlines() if x.startswith("| `")]
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    return [[name.strip(" `"), *(cell.strip() for cell in others)] for name, *others in cells]
 
 
-def test_each_key_says_what_it_is():
-    rows = _rows(SCRIPT["keys_page"]())
+@pytest.mark.parametrize("page", ["keys_page", "metrics_page"])
+def test_each_row_says_what_it_is(page):
+    rows = _rows(SCRIPT[page]())
     assert len(rows) > 100
     assert [row for row in rows if not all(row)] == []
 
@@ -35,3 +40,60 @@ def test_each_public_name_is_on_the_page(package):
     shown = re.findall(r"^::: ([\w.]+)\.(\w+)$", SCRIPT["python_page"](), re.MULTILINE)
     own = {name for home, name in shown if home.partition(".")[0] == package.__name__}
     assert own == {*package.__all__}
+
+
+IN_LOG, IN_LOG_ALONE, IN_SUMMARY, OF_STUDY, WORDS = SCRIPT["name_tables"]()
+
+
+def name_patterns(section: str) -> dict[str, re.Pattern]:
+    """Return what fits the names of each row of a section of the page, by pattern and row."""
+    parts = {"PART": r"head_\d+|positions_\d+_\d+", "AT": "early|last"}
+    words = {pattern: [cells[0] for cells in rows] for pattern, rows in _tables(WORDS)}
+    parts |= {word: "|".join(words[word]) for word in ("RESULT", "SPREAD")}
+    parts |= {"GROUP": "|".join(["all", *words["GROUP"]])}
+    found = {}
+    for pattern, rows in _tables(section):
+        for name, _ in rows:
+            whole = re.sub("METRIC|ENTRY|TABLE", name, pattern)
+            optional = whole.replace("[", "(?:").replace("]", ")?")
+            fits = re.sub("[A-Z]{2,}", lambda x: f"(?:{parts.get(x[0], '[^/]+')})", optional)
+            found[f"{pattern} {name}"] = re.compile(fits)
+    return found
+
+
+def _tables(section: str) -> list[tuple[str, list[list[str]]]]:
+    """Return the headings of a section's tables, and their rows."""
+    places = [*re.finditer("^## (.+)$", page := SCRIPT["metrics_page"](), re.MULTILINE)]
+    bounds = pairwise([*(x.start() for x in places), len(page)])
+    text = {x[1]: page[a:b] for x, (a, b) in zip(places, bounds, strict=True)}[section]
+    return [(part.partition("\n")[0].strip("`"), _rows(part)) for part in text.split("\n### ")[1:]]
+
+
+def unnamed(names: set[str], *sections: str) -> list[str]:
+    """Return the names that no pattern of these sections fits."""
+    patterns = [each for section in sections for each in name_patterns(section).values()]
+    return sorted(name for name in names if not any(each.fullmatch(name) for each in patterns))
+
+
+def _watch_all(content: dict) -> None:
+    flash = {"implementation": "flash"}
+    content["base"]["probe"] |= {
+        **{"heads": True, "positions": 2, "inside": True, "inherited": True, "gradient_every": 2},
+        "shadows": [{**flash, "profile": "all_bf16"}, {**flash, "profile": "fa2"}],
+    }
+    content["base"]["watch"] = {"every": 2}
+    content["base"]["train"] |= {"steps": 4, "snapshot_steps": [2]}
+    content["arms"] = {name: content["arms"][name] for name in ("baseline", "flash_fa2", "fp32")}
+    content["seeds"] = [0]
+
+
+def test_every_name_of_a_runs_log_is_on_the_page_and_every_name_on_it_is_logged(
+    write_study, run_tiny, tmp_path
+):
+    run_tiny(load_study(write_study(_watch_all)), tmp_path / "runs")
+    logs = [*(tmp_path / "runs" / "tiny").glob("*/seed-0/metrics.jsonl")]
+    assert len(logs) == 3
+    names = {name for log in logs for _, line in read_lines(log) for name in line}
+    assert unnamed(names, IN_LOG, IN_LOG_ALONE) == []
+    patterns = name_patterns(IN_LOG)
+    assert [row for row, fits in patterns.items() if not any(map(fits.fullmatch, names))] == []

@@ -17,15 +17,20 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import yaml
 
+from stability.analysis import ladder
 from stability.cli import main as command_line
 from stability.config import command_study, model, parallel, schema, study
-from stability.records import metric_table
+from stability.metrics import parameter_groups
+from stability.records import figure_table, metric_names, metric_table
+from stability.tracking import tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,16 +57,13 @@ GROUPS = {
 }
 """Headings of the reference of YAML keys, and the dataclasses that hold them."""
 
-TABLES = {
-    "drift/PARAMETER/METRIC": metric_table.DRIFT_METRICS,
-    "deviation/LAYER/RESULT/METRIC": metric_table.DEVIATION_METRICS,
-    "gradient/GROUP/METRIC": metric_table.GRADIENT_METRICS,
-    "watch/METRIC": metric_table.WATCH_METRICS,
-}
-
 PUBLIC = ("stability", "attention_kernels")
 WORDS = "Words of this project are explained in the [glossary](glossary.md).\n"
 """Opens each page of the reference."""
+CAPITALS = (
+    "A word in capitals [stands for another](#words-in-capitals); what is in brackets may be left "
+    "out. The report has the names of `metrics.jsonl`.\n"
+)
 
 SHOWN = {
     "show_source": False,
@@ -227,12 +229,66 @@ def _in_cell(text: str) -> str:
 
 def metrics_page() -> str:
     """Return the page of the names of all metrics."""
-    parts = ["# Metrics\n", WORDS, "As in `metrics.jsonl`, in W&B and in the report.\n"]
-    for pattern, table in TABLES.items():
-        parts.append(f"## `{pattern}`\n\n| metric | what it is |\n|---|---|")
-        parts += [f"| `{each.name}` | {_in_cell(each.label)} |" for each in table.values()]
-        parts.append("")
+    parts = ["# Metrics\n", WORDS, CAPITALS]
+    for section, tables_of in name_tables().items():
+        parts.append(f"## {section}\n")
+        for pattern, table in tables_of.items():
+            parts.append(f"### `{pattern}`\n\n| name | what it is |\n|---|---|")
+            parts += [f"| `{name}` | {_in_cell(_label(each))} |" for name, each in table.items()]
+            parts.append("")
     return "\n".join(parts)
+
+
+def _label(metric: Any) -> str:
+    """Return what a row of a table of names says; charts show another value of some metrics."""
+    label = metric if isinstance(metric, str) else metric.label
+    instead = getattr(metric, "complement", "")
+    return f"{label.removeprefix('1 - ')}; charts show {instead}" if instead else label
+
+
+def name_tables() -> dict[str, dict[str, Mapping[str, Any]]]:
+    """Return the tables of names by where they are found, and by how a name is made of a row."""
+    return {
+        "`metrics.jsonl`, and the history of a run in W&B": {
+            "METRIC": metric_table.RUN_METRICS,
+            "drift/PARAMETER/METRIC": metric_table.DRIFT_METRICS,
+            "deviation/LAYER/[SHADOW/][PART/]RESULT/METRIC": metric_table.DEVIATION_METRICS
+            | metric_table.DEVIATION_COUNTS,
+            "gradient/GROUP/METRIC[_as_trained]": metric_table.GRADIENT_METRICS,
+            "watch/METRIC": metric_table.WATCH_METRICS,
+            "watch/LAYER/METRIC": metric_table.LAYER_WATCH_METRICS,
+            "watch/LAYER/PART/METRIC": metric_table.HEAD_WATCH_METRICS,
+            "watch/METRIC/PARAMETER": metric_table.PARAMETER_WATCH_METRICS,
+        },
+        "`metrics.jsonl` alone": {"ENTRY": metric_names.ENTRIES},
+        "The summary of a run in W&B": {"METRIC": tables.RUN_SUMMARY}
+        | _of_ladder()
+        | {f"evidence/{level}/METRIC": found for level, found in figure_table.FIGURES.items()},
+        "The study's own run in W&B": {
+            "METRIC": tables.STUDY_SUMMARY,
+            "TABLE": tables.STUDY_TABLES,
+            "COLUMN of evidence": tables.EVIDENCE_COLUMNS,
+            "COLUMN of deviations": tables.DEVIATION_COLUMNS
+            | {name: metric_table.DEVIATION_METRICS[name] for name in tables.SHOWN_DEVIATIONS},
+        },
+        "Words in capitals": {
+            "WORD": metric_names.NAME_PARTS | tables.NAME_PARTS,
+            "RESULT": metric_names.COMPARED,
+            "GROUP": parameter_groups.PARAMETER_GROUPS,
+            "SPREAD": tables.SPREAD,
+        },
+    }
+
+
+def _of_ladder() -> dict[str, dict[str, str]]:
+    """Return what an arm's row of the ladder has, by the kind of its values."""
+    notes, found = _notes(ladder.Row), {}
+    behind = {ladder.SeedValues: "[/SPREAD]", ladder.EarlyLast: "/AT[/SPREAD]"}
+    for field in dataclasses.fields(ladder.Row):
+        pattern = f"ladder/METRIC{behind.get(field.type, '')}"
+        found.setdefault(pattern, {})[field.name] = notes.get(field.name, "")
+    del found["ladder/METRIC"]["arm"]  # no summary says it: a run has one
+    return found
 
 
 def python_page() -> str:

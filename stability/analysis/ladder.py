@@ -79,18 +79,27 @@ class Row:
     """One arm on the ladder. `state` is that of its worst seed."""
 
     arm: str
+    """Its name."""
     axis: str
+    """What it changes of the baseline: a path of the config, a flag, a commit."""
     role: Role
+    """What it is there for."""
     until: int
     """The last step that it trains to."""
     change: str
+    """The change in words."""
     state: RunState
+    """That of its worst seed."""
     message: str
+    """Of a seed that did not finish: how it ended."""
     final_loss: SeedValues
+    """Mean training loss of the last tenth of the steps (nats a token)."""
     held_out_loss: SeedValues
     """At the last step, on text that no arm trains on; empty where none was held out."""
     rel_l2: EarlyLast
+    """Drift of all weights from the baseline's: relative L2."""
     w1: EarlyLast
+    """W1 between all weights and the baseline's (units of the weights)."""
     ratio: EarlyLast
     """rel_l2 divided by the yardstick's, seed by seed."""
     w1_floor: EarlyLast

@@ -45,7 +45,8 @@ from stability.records.metric_names import (
 
 __all__ = ["DeviationMeter", "HostTransfer", "ProbeFinding", "StepMeasurements", "query_weight"]
 
-DELTA_SUM = "delta_gap_sum"
+DELTA_SUM, QUERY_NORM = "delta_gap_sum", "query_norm"
+"""What is watched of a layer besides `INSIDE_METRICS`, and of a head, as `metric_table` says it."""
 OF_THE_MASK = ("dbias", "dsinks")
 """The gradients that are not those of q, k and v."""
 
@@ -294,7 +295,7 @@ class DeviationMeter:
         if weight is not None:
             norms = spectral_norms(weight.detach(), q.shape[1])
             names = [
-                watch_name("query_norm", layer=captured.layer, part=head_part(head))
+                watch_name(QUERY_NORM, layer=captured.layer, part=head_part(head))
                 for head in range(len(norms))
             ]
             self.buffer.add(names, norms)

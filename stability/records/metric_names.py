@@ -24,8 +24,10 @@ __all__ = [
     "DRIFTS",
     "DRIFT_FROM",
     "DRIFT_OF",
+    "ENTRIES",
     "EVAL_LOSS",
     "IN_FLOATING_POINT",
+    "NAME_PARTS",
     "NONFINITE_WEIGHTS",
     "STEP_AXIS",
     "TRAIN_LOSS",
@@ -58,24 +60,32 @@ ALL_WEIGHTS = "all"
 """Stands for every parameter pooled, where a name has a parameter or a group of them."""
 AS_TRAINED = "_as_trained"
 """Ends the name of a gradient metric that was measured in the run's own precision throughout."""
-BATCH_HASH = "batch_hash"
-"""The text entry that holds the running hash of every batch so far."""
-BATCH_INPUTS = "batch_inputs"
-"""The text entry beside it: JSON, a hash of each input of this batch, where there are several."""
-BATCH_LABELS = "batch_labels"
-"""As JSON, a hash of each target that only the loss was given, with the samples it was for."""
-BATCH_ORDER = "batch_order"
-"""How often models were called in an update on each rank, and a hash of the samples in order."""
+BATCH_HASH, BATCH_INPUTS = "batch_hash", "batch_inputs"
+BATCH_LABELS, BATCH_ORDER = "batch_labels", "batch_order"
 AS_NUMBERS = ", numbers of the script"
 """Ends the name of indices, which are no tensor, as `recorder.inside.loss_targets` names them."""
 IN_FLOATING_POINT = ", in floating point"
 """Ends the name of a target that is no whole number, as it is named there."""
 DRIFTS = "drift/"
 """How the names of drifts begin."""
-DRIFT_OF = "drift_of"
-"""The text entry beside drifts: SHA-256 of the run's own snapshot, which they were computed of."""
-DRIFT_FROM = "drift_from"
-"""The same of the baseline's snapshot, which they were computed from."""
+DRIFT_OF, DRIFT_FROM = "drift_of", "drift_from"
+
+ENTRIES = {
+    "step": "how many updates the weights have had that the line is of",
+    "crc": "CRC-32 of what stands before it in the line",
+    "event": "of an event: `finding` or `alert`",
+    "layer": "of an event: the layer, empty for the whole run",
+    "text": "of an event: what happened, in words",
+    BATCH_HASH: "running hash of every batch so far",
+    BATCH_INPUTS: "as JSON, a hash of each input of this batch, where there are several",
+    BATCH_LABELS: "as JSON, a hash of each target that only the loss was given, with the samples "
+    "it was for",
+    BATCH_ORDER: "how often models were called in an update on each rank, and a hash of the "
+    "samples in order",
+    DRIFT_OF: "SHA-256 of the run's own snapshot, which the drifts of the line were computed of",
+    DRIFT_FROM: "SHA-256 of the baseline's snapshot, which they were computed from",
+}
+"""What a line of the metric log holds besides metrics; W&B gets none of these but the step."""
 
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
@@ -94,6 +104,20 @@ COMPARED = {
 """What is compared of an attention. `out` is error made in the layer, `carried` what earlier layers
 brought in, `total` both. Of other modules it is `out`, or `out_<key>` of several results, and
 `d<argument>` and `d<parameter>`, e.g. `dx`, `dweight`."""
+
+NAME_PARTS = {
+    "METRIC": "a name of the table below the heading; of a deviation also that of a metric of "
+    "one's own",
+    "PARAMETER": "a parameter, or `all` of them pooled",
+    "LAYER": "a layer; `LAYER@batch1` is its call of a step's second micro-batch, and in reports "
+    "`LAYER@rank1` that of rank 1",
+    "SHADOW": "the shadow that is compared, where a probe has several",
+    "PART": "`head_N`, or `positions_FIRST_LAST`; left out for the whole layer",
+    "RESULT": "what is compared of an attention; of other modules `out`, or `out_KEY` of several "
+    "results, and `dARGUMENT` and `dPARAMETER`",
+    "GROUP": "a group of parameters, or `all` of them",
+}
+"""What stands in a name in the place of a word in capitals."""
 
 _INHERITED = ("carried", "total")
 

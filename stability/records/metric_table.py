@@ -1,20 +1,34 @@
 """The table of metrics: what each is called, what it says, and how a reader draws it.
 
 A metric is added in two places: in the function of `stability.metrics` that computes it, and in a
-line here. The metric log, W&B, the terminal, the pages, the paper figures and the choices of the
-command line read this table; a test asserts that the functions return exactly these names. Leaves
-out how a name is put together with a layer or a parameter (`metric_names`).
+line here. The metric log, W&B, the terminal, the pages, the paper figures, the command line's
+choices and the reference of the documentation read this table; a test asserts that the functions
+return exactly these names. Leaves out how a name is put together with a layer or a parameter
+(`metric_names`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from stability.records.metric_names import (
+    EVAL_LOSS,
+    NONFINITE_WEIGHTS,
+    TRAIN_LOSS,
+    ULP_HISTOGRAM,
+    WEIGHT_HISTOGRAM,
+)
+
 __all__ = [
+    "DEVIATION_COUNTS",
     "DEVIATION_METRICS",
     "DRIFT_METRICS",
     "GRADIENT_METRICS",
+    "HEAD_WATCH_METRICS",
     "LAYER_METRICS",
+    "LAYER_WATCH_METRICS",
+    "PARAMETER_WATCH_METRICS",
+    "RUN_METRICS",
     "SHOWN_DRIFTS",
     "WATCH_METRICS",
     "Metric",
@@ -58,6 +72,18 @@ class Metric:
 def _by_name(metrics: Iterable[Metric]) -> dict[str, Metric]:
     return {metric.name: metric for metric in metrics}
 
+
+RUN_METRICS = _by_name(
+    (
+        Metric(
+            name=TRAIN_LOSS, label="training loss of the step's batch, as it is back-propagated"
+        ),
+        Metric(name=EVAL_LOSS, label="loss on held-out text, at each snapshot (nats a token)"),
+        Metric(name=NONFINITE_WEIGHTS, label="weights that are no finite number"),
+        Metric(name=WEIGHT_HISTOGRAM, label="counts of all weights by size"),
+    )
+)
+"""What is logged of a run as a whole under a name of its own, with the loss and the weights."""
 
 DRIFT_METRICS = _by_name(
     (
@@ -184,6 +210,11 @@ DEVIATION_METRICS = _by_name(
 """How far one attention's results are from another's on the same inputs; those from error_ratio on
 need a golden. `metrics.deviation` and `metrics.golden_error` define them."""
 
+DEVIATION_COUNTS = _by_name(
+    (Metric(name=ULP_HISTOGRAM, label="counts of the deviations by size (ULP)"),)
+)
+"""The histogram beside the deviations of a layer, in the bins of `metrics.ulp`."""
+
 LAYER_METRICS = {
     name: DEVIATION_METRICS[name]
     for name in ("error_ratio", "gain", "golden_bias_ulp", "rel_fro", "bias_ulp")
@@ -241,3 +272,39 @@ WATCH_METRICS = _by_name(
     )
 )
 """What is watched of a run as a whole. `metrics.instability` defines them."""
+
+LAYER_WATCH_METRICS = _by_name(
+    (
+        Metric(name="max_logit", label="largest attention logit", scale="linear"),
+        Metric(name="mean_logit", label="mean attention logit", scale="linear"),
+        Metric(
+            name="entropy",
+            label="entropy of the attention weights, mean over the rows (nats)",
+            scale="linear",
+        ),
+        Metric(
+            name="repeated_one_share",
+            label="share of rows in which exp(score - largest) rounds to 1 at several keys",
+            scale="linear",
+        ),
+        Metric(name="lse_min", label="smallest log-sum-exp of a row (nats)", scale="linear"),
+        Metric(name="lse_max", label="largest log-sum-exp of a row (nats)", scale="linear"),
+        Metric(
+            name="delta_gap_sum",
+            label="running sum over looks of the error of delta = rowsum(dO * O)",
+            scale="linear",
+        ),
+    )
+)
+"""What is watched inside each attention, with `probe.inside`. `metrics.inside_attention` defines
+them."""
+
+HEAD_WATCH_METRICS = _by_name(
+    (Metric(name="query_norm", label="largest singular value of the head's rows of W_Q"),)
+)
+"""The same of each head."""
+
+PARAMETER_WATCH_METRICS = _by_name(
+    (Metric(name="rms", label="RMS of Adam's update of one parameter, RMS_t", scale="linear"),)
+)
+"""What is watched of each parameter: its name stands behind that of the metric."""

@@ -6,16 +6,23 @@ neither. This file does not send anything (`publish`).
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from stability.records.metric_names import parse_deviation
+from stability.records.figure_table import figure_of
+from stability.records.metric_names import STEP_AXIS, parse_deviation
 from stability.records.metric_table import LAYER_METRICS
 from stability.records.sealed_json import NON_FINITE
 
 __all__ = [
+    "DEVIATION_COLUMNS",
+    "EVIDENCE_COLUMNS",
+    "NAME_PARTS",
+    "RUN_SUMMARY",
     "SHOWN_DEVIATIONS",
+    "SPREAD",
+    "STUDY_SUMMARY",
+    "STUDY_TABLES",
     "AlertLevel",
     "MetricValues",
     "TableContent",
@@ -39,8 +46,71 @@ TableContent = tuple[list[Any], list[Any]]
 
 _TEXT = ("cell", "sentence", "decides")
 """Columns of text that may be empty in every row."""
-_OF_ONE = re.compile(r"_(seed|step)_\d+$")
-"""How a figure of one seed or step ends; the table has those over all."""
+RUN_SUMMARY = {
+    "verdict": "the answer on the run's arm, where that is judged",
+    STEP_AXIS: "updates made before what is drawn over it",
+    "ladder/early_step": "the early step of the ladder",
+    "ladder/last_step": "the last step of the ladder",
+    "evidence/LEVEL/state": "`holds`, `harmed`, `undecided`, `not applicable` or `not measured`",
+}
+"""What the summary of each run has besides its arm's row of the ladder and a level's figures."""
+
+STUDY_SUMMARY = {
+    "verdict": "the study's answer in a line",
+    "question": "what the study asks",
+    "verdict/ARM": "the answer on each arm that is judged",
+    "control/ARM": "the answer on each arm that is broken on purpose",
+}
+"""What the summary of the study's own run has."""
+
+STUDY_TABLES = {
+    "evidence": "each judged arm and level, with every figure behind the level's sentence",
+    "ladder": "the row of each `arm`; its other columns are named as in the summary of a run, "
+    "without `ladder/`, and `per_seed/N` is the value of seed N",
+    "deviations": "the worst deviation of each arm, layer, shadow and result",
+    "report": "the HTML report",
+}
+"""What the study's own run shows."""
+
+EVIDENCE_COLUMNS = {
+    "arm": "the arm that is judged",
+    "role": "what it is there for",
+    "verdict": "the answer on it",
+    "level": "`operator`, `gradient`, `training` or `outcome`",
+    "state": RUN_SUMMARY["evidence/LEVEL/state"],
+    "cell": "the finding in at most 16 characters",
+    "p_harmed": "chance of such evidence if the harm is within its limit",
+    "p_holds": "chance of such evidence if the harm exceeds its limit",
+    "sentence": "the finding in words",
+    "decides": "what would decide it; none where it is decided",
+}
+"""The columns of the table `evidence` besides the figures of all levels."""
+
+DEVIATION_COLUMNS = {
+    "arm": "the arm",
+    "layer": "the layer",
+    "shadow": "the shadow, where a probe has several",
+    "what": "the result that is compared",
+}
+"""The columns of the table `deviations` besides `SHOWN_DEVIATIONS`."""
+
+SPREAD = {
+    "n": "seeds that were measured",
+    "mean": "mean of the seeds",
+    "min": "smallest seed",
+    "max": "largest seed",
+    "interval/low": "lower end of the 90 % interval of the mean",
+    "interval/high": "upper end of the 90 % interval of the mean",
+}
+"""What stands behind the name of a quantity that each seed has a value of."""
+
+NAME_PARTS = {
+    "ARM": "an arm",
+    "LEVEL": EVIDENCE_COLUMNS["level"],
+    "AT": "`early` or `last`: a step of the ladder",
+    "SPREAD": "what is said of all seeds; left out for the value of the run's own",
+}
+"""What stands in a name in the place of a word in capitals."""
 
 SHOWN_DEVIATIONS = (*LAYER_METRICS, "max_abs")
 """The deviation metrics that have a column in the table of layers, and panels."""
@@ -156,9 +226,10 @@ def deviation_rows(logged: Iterable[MetricValues]) -> TableContent:
         for value in values:
             if math.isfinite(value) and abs(value) >= abs(row.get(parts.metric, 0.0)):
                 row[parts.metric] = value
-    named = ("arm", "layer", "shadow", "what")
     empty = dict.fromkeys(SHOWN_DEVIATIONS)
-    return _table([dict(zip(named, key, strict=True)) | empty | row for key, row in worst.items()])
+    return _table(
+        [dict(zip(DEVIATION_COLUMNS, key, strict=True)) | empty | row for key, row in worst.items()]
+    )
 
 
 def _row_summary(ladder: Mapping[str, Any], arm: str, seed: int) -> dict[str, Any]:
@@ -195,7 +266,7 @@ def _figures(evidence: Mapping[str, Any]) -> dict[str, float | None]:
     return {
         name: _number(value)
         for name, value in evidence["figures"].items()
-        if not _OF_ONE.search(name)
+        if figure_of(name) == name  # that of one seed or step is left out
     }
 
 

@@ -6,12 +6,17 @@ import torch
 from stability.metrics.deviation import LAYER_COLUMNS, compare, deviation
 from stability.metrics.drift import ALL, drift
 from stability.metrics.golden_error import GOLDEN_COLUMNS
+from stability.metrics.inside_attention import INSIDE_METRICS
+from stability.probe.measurements import DELTA_SUM, QUERY_NORM
 from stability.records.metric_names import ALL_WEIGHTS
 from stability.records.metric_table import (
     DEVIATION_METRICS,
     DRIFT_METRICS,
     GRADIENT_METRICS,
+    HEAD_WATCH_METRICS,
     LAYER_METRICS,
+    LAYER_WATCH_METRICS,
+    RUN_METRICS,
     SHOWN_DRIFTS,
     WATCH_METRICS,
 )
@@ -37,8 +42,17 @@ def test_deviation_returns_exactly_the_metrics_of_the_table():
     assert (*LAYER_COLUMNS, *GOLDEN_COLUMNS) == tuple(DEVIATION_METRICS)
 
 
+def test_what_is_watched_of_a_layer_and_of_a_head_is_what_the_probe_logs():
+    assert tuple(LAYER_WATCH_METRICS) == (*INSIDE_METRICS, DELTA_SUM)
+    assert tuple(HEAD_WATCH_METRICS) == (QUERY_NORM,)
+
+
 @pytest.mark.parametrize(
-    "table", [DRIFT_METRICS, DEVIATION_METRICS, GRADIENT_METRICS, WATCH_METRICS]
+    "table",
+    [
+        *(RUN_METRICS, DRIFT_METRICS, DEVIATION_METRICS, GRADIENT_METRICS),
+        *(WATCH_METRICS, LAYER_WATCH_METRICS, HEAD_WATCH_METRICS),
+    ],
 )
 def test_each_metric_stands_under_its_name_and_has_a_label(table):
     for name, metric in table.items():
