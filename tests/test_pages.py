@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import runpy
 import shlex
 import tomllib
 from collections import Counter
@@ -20,6 +19,7 @@ import pytest
 import yaml
 
 from stability.cli.main import VERBS
+from stability.cli.reference import said_by
 from stability.cli.templates import Template
 from stability.config.arms import expand
 from stability.config.command_study import load_command_study
@@ -245,8 +245,7 @@ OPTIONS = sorted(
 @pytest.fixture(scope="module")
 def helps():
     """What `stability VERB --help` says, by verb."""
-    said = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))["_said"]
-    return {verb: said([verb, "--help"]) for verb in VERBS}
+    return {verb: said_by([verb, "--help"]) for verb in VERBS}
 
 
 @pytest.mark.parametrize(("page", "span"), OPTIONS)

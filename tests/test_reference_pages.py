@@ -7,16 +7,17 @@ import pytest
 
 import attention_kernels
 import stability
+from stability.cli.reference import REFERENCE, name_tables
 from stability.config.load import load_study
 from stability.records.metric_log import read_lines
 from tests.test_site import SCRIPT
 
-PAGES = ("command_line_page", "keys_page", "metrics_page", "python_page")
+PAGES = {**REFERENCE, "python": SCRIPT["python_page"]}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_page_of_the_reference_leads_to_the_glossary_first(page):
-    title, sentence = SCRIPT[page]().split("\n\n")[:2]
+    title, sentence = PAGES[page]().split("\n\n")[:2]
     assert title.startswith("# ")
     assert sentence.strip() == "Words of this project are explained in the [glossary](glossary.md)."
 
@@ -28,21 +29,21 @@ def _rows(page: str) -> list[list[str]]:
     return [[name.strip(" `"), *(cell.strip() for cell in others)] for name, *others in cells]
 
 
-@pytest.mark.parametrize("page", ["keys_page", "metrics_page"])
+@pytest.mark.parametrize("page", ["keys", "metrics"])
 def test_each_row_says_what_it_is(page):
-    rows = _rows(SCRIPT[page]())
+    rows = _rows(PAGES[page]())
     assert len(rows) > 100
     assert [row for row in rows if not all(row)] == []
 
 
 @pytest.mark.parametrize("package", [stability, attention_kernels], ids=lambda x: x.__name__)
 def test_each_public_name_is_on_the_page(package):
-    shown = re.findall(r"^::: ([\w.]+)\.(\w+)$", SCRIPT["python_page"](), re.MULTILINE)
+    shown = re.findall(r"^::: ([\w.]+)\.(\w+)$", PAGES["python"](), re.MULTILINE)
     own = {name for home, name in shown if home.partition(".")[0] == package.__name__}
     assert own == {*package.__all__}
 
 
-IN_LOG, IN_LOG_ALONE, IN_SUMMARY, OF_STUDY, WORDS = SCRIPT["name_tables"]()
+IN_LOG, IN_LOG_ALONE, IN_SUMMARY, OF_STUDY, WORDS = name_tables()
 
 
 def name_patterns(section: str) -> dict[str, re.Pattern]:
@@ -63,7 +64,7 @@ def name_patterns(section: str) -> dict[str, re.Pattern]:
 
 def _tables(section: str) -> list[tuple[str, list[list[str]]]]:
     """Return the headings of a section's tables, and their rows."""
-    places = [*re.finditer("^## (.+)$", page := SCRIPT["metrics_page"](), re.MULTILINE)]
+    places = [*re.finditer("^## (.+)$", page := PAGES["metrics"](), re.MULTILINE)]
     bounds = pairwise([*(x.start() for x in places), len(page)])
     text = {x[1]: page[a:b] for x, (a, b) in zip(places, bounds, strict=True)}[section]
     return [(part.partition("\n")[0].strip("`"), _rows(part)) for part in text.split("\n### ")[1:]]

@@ -16,6 +16,7 @@ import pytest
 import attention_kernels
 import stability
 from stability.cli.main import VERBS
+from stability.cli.reference import GROUPS, REFERENCE
 from stability.config.command_study import CommandConfig
 from stability.config.study import StudyConfig
 
@@ -25,14 +26,14 @@ SCRIPT = runpy.run_path(str(ROOT / "docs" / "scripts" / "build_site.py"))
 
 
 def test_the_reference_is_made_of_the_code():
-    verbs = SCRIPT["command_line_page"]()
+    verbs = REFERENCE["cli"]()
     assert all(f"## stability {verb}\n" in verbs for verb in VERBS)
     assert "usage: stability fork" in verbs
-    keys = SCRIPT["keys_page"]()
+    keys = REFERENCE["keys"]()
     row = next(line for line in keys.splitlines() if line.startswith("| `gradient_sequences` |"))
     assert "`int`" in row
     assert "How many sequences of the batch gradient evidence looks at; 0: all." in row
-    assert "| `rel_l2` | drift of all weights: relative L2 |" in SCRIPT["metrics_page"]()
+    assert "| `rel_l2` | drift of all weights: relative L2 |" in REFERENCE["metrics"]()
     assert "::: stability.intercept.session.shadow" in SCRIPT["python_page"]()
 
 
@@ -45,7 +46,7 @@ def _nested_in(kind: type) -> set[type]:
 
 
 def test_every_key_of_a_study_is_in_the_reference():
-    shown = {kind for kinds in SCRIPT["GROUPS"].values() for kind in kinds}
+    shown = {kind for kinds in GROUPS.values() for kind in kinds}
     asked = _nested_in(StudyConfig) | _nested_in(CommandConfig) | {StudyConfig, CommandConfig}
     assert {kind.__name__ for kind in asked} <= {kind.__name__ for kind in shown}
 

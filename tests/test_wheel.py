@@ -229,6 +229,8 @@ def test_the_wheel_alone_shows_its_pages_and_what_they_name_is_there(place: Path
         for file in re.findall(rf"\(({place}[^)]*)\)", page):
             assert Path(file).is_relative_to(place / "env"), (name, file)
             assert Path(file).exists(), (name, file)
+        others = set(re.findall(r"\]\(([\w./-]+\.md)", page))
+        assert {Path(target).stem for target in others} <= {*names, "README"}, name
     assert "kernel_check.yml (" in run(stability, "docs", "my_kernel", cwd=place)
 
 

@@ -14,6 +14,8 @@ __all__ = ["docs"]
 
 _WIDEST = 100
 """Columns of a page in a wider terminal: longer lines are hard to read."""
+_REFERENCE = {"cli": "Command line", "keys": "YAML keys", "metrics": "Metrics"}
+"""The pages that are made of the code, and their titles."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 
@@ -28,14 +30,20 @@ def docs(page: str | None = None) -> int:
     pages = {name: path for section in _sections().values() for name, path in section.items()}
     if page is None:
         _print_list()
+        return HOLDS
+    name = page.removesuffix(".md").rpartition("/")[2]
+    if name in pages:
+        _print_page(pages[name].read_text(encoding="utf-8"), pages[name])
+    elif name in _REFERENCE:
+        from stability.cli.reference import REFERENCE  # heavy
+
+        _print_page(REFERENCE[name](), shipped.docs() / f"{name}.md")
     else:
-        name = page.removesuffix(".md").rpartition("/")[2]
-        if name not in pages:
-            near = difflib.get_close_matches(name, pages, n=3, cutoff=0.4) or list(pages)
-            raise ValueError(
-                f"docs: no page {page!r}; nearest: {', '.join(near)}. `stability docs` lists all"
-            )
-        _print_page(pages[name])
+        known = [*pages, *_REFERENCE]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+        raise ValueError(
+            f"docs: no page {page!r}; nearest: {', '.join(near)}. `stability docs` lists all"
+        )
     return HOLDS
 
 
@@ -57,31 +65,37 @@ def _place(origin: str) -> Path:
 
 def _print_list() -> None:
     print_line("usage: stability docs PAGE")
-    for section, paths in _sections().items():
+    titles = {
+        section: {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+        for section, paths in _sections().items()
+    }
+    for section, pages in {**titles, "Reference": _REFERENCE}.items():
         print_line(f"\n{section}")
-        for name, path in paths.items():
-            title = path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+        for name, text in pages.items():
+            title = text.splitlines()[0].lstrip("# ")
             print_line(f"  {name:18} {title}")
     print_line(f"\nThese pages are in {shipped.docs()}")
     print_line(f"the studies that they name in {shipped.configs()}")
     print_line(f"the scripts that they name in {shipped.examples()}")
 
 
-def _print_page(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def _print_page(text: str, path: Path) -> None:
+    """Print a page that is, or would be, at `path`, from where its links lead."""
     if not sys.stdout.isatty():
         sys.stdout.write(_LINK.sub(lambda link: _as_markdown(link, path.parent), text))
         return
     from stability.cli.page_text import print_page  # heavy
 
     print_page(_LINK.sub(lambda link: _in_words(link, path.parent), text), _WIDEST)
-    print_line(f"\nThis page is {path}", whole=True)
+    if path.is_file():
+        print_line(f"\nThis page is {path}", whole=True)
 
 
 def _as_markdown(link: re.Match[str], folder: Path) -> str:
-    """Return a link to another page as it is, one to another file as `_in_words`."""
+    """Return a link within the page, or to one that is here, as it is, any other as `_in_words`."""
     target = link[3]
-    return link[0] if Path(target).suffix == ".md" else _in_words(link, folder)
+    is_page = not target or (target.endswith(".md") and (folder / target).is_file())
+    return link[0] if is_page else _in_words(link, folder)
 
 
 def _in_words(link: re.Match[str], folder: Path) -> str:

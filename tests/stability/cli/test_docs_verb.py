@@ -11,6 +11,7 @@ import pytest
 
 from stability.cli import docs as verb
 from stability.cli.main import main
+from stability.cli.reference import REFERENCE
 from stability.config import shipped
 from tests.pages import ROOT, blocks_of, prose_of, site_pages
 
@@ -70,10 +71,10 @@ def test_what_a_clone_alone_has_is_left_out(
     monkeypatch.setattr(shipped, "docs", lambda: tmp_path / "docs")
     main(["docs"])
     listed = re.findall(r"^  (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert listed == ["study", "experiments"]
+    assert listed == ["study", "experiments", "cli", "keys", "metrics"]
+    assert "](your_own_training.md)" in (tmp_path / "docs" / "study.md").read_text()
     main(["docs", "study"])
-    said = capsys.readouterr().out
-    assert "](verdict.md" not in said.replace("[verdict.md](verdict.md", ""), "that page is gone"
+    assert "](your_own_training.md" not in capsys.readouterr().out, "that page is not here"
 
 
 def in_terminal(columns: int, *words: str) -> str:
@@ -112,3 +113,15 @@ def test_in_a_terminal_a_page_is_formatted_and_no_command_is_broken() -> None:
     # neither black, nor white, nor a background: they are unseen in half of all terminals
     colours = {code for each in re.findall(r"\x1b\[([0-9;]*)m", said) for code in each.split(";")}
     assert not colours & {"30", "37", "40", "47", "90", "97", "38", "48"}
+
+
+@pytest.mark.parametrize("name", ["cli", "keys", "metrics"])
+def test_the_reference_is_made_when_it_is_asked_for(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", name]) == 0
+    said = capsys.readouterr().out
+    assert said == REFERENCE[name]()
+    main(["docs"])
+    title = said.splitlines()[0].lstrip("# ")
+    assert f"  {name:18} {title}\n" in capsys.readouterr().out
