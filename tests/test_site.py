@@ -33,7 +33,7 @@ def test_the_reference_is_made_of_the_code():
     row = next(line for line in keys.splitlines() if line.startswith("| `gradient_sequences` |"))
     assert "`int`" in row
     assert "How many sequences of the batch gradient evidence looks at; 0: all." in row
-    assert "| `rel_l2` | drift of all weights: relative L2 |" in REFERENCE["metrics"]()
+    assert "| `rel_l2` | drift: relative L2 |" in REFERENCE["metrics"]()
     assert "::: stability.intercept.session.shadow" in SCRIPT["python_page"]()
 
 

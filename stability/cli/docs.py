@@ -1,8 +1,10 @@
 """`stability docs`: the pages of the documentation, which come with this package."""
 
 import difflib
+import posixpath
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -16,7 +18,7 @@ _WIDEST = 100
 """Columns of a page in a wider terminal: longer lines are hard to read."""
 _REFERENCE = {"cli": "Command line", "keys": "YAML keys", "metrics": "Metrics"}
 """The pages that are made of the code, and their titles."""
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+_LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 
 
 def docs(page: str | None = None) -> int:
@@ -27,47 +29,65 @@ def docs(page: str | None = None) -> int:
     Args:
         page: its name in the list, e.g. my_kernel
     """
-    pages = {name: path for section in _sections().values() for name, path in section.items()}
+    origins = {name: origin for pages in _sections().values() for name, origin in pages.items()}
     if page is None:
         _print_list()
         return HOLDS
-    name = page.removesuffix(".md").rpartition("/")[2]
-    if name in pages:
-        _print_page(pages[name].read_text(encoding="utf-8"), pages[name])
-    elif name in _REFERENCE:
+    name = _name_of(page, origins)
+    if name in origins:
+        text, origin = _place(origins[name]).read_text(encoding="utf-8"), origins[name]
+    else:
         from stability.cli.reference import REFERENCE  # heavy
 
-        _print_page(REFERENCE[name](), shipped.docs() / f"{name}.md")
-    else:
-        known = [*pages, *_REFERENCE]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
-        raise ValueError(
-            f"docs: no page {page!r}; nearest: {', '.join(near)}. `stability docs` lists all"
-        )
+        text, origin = REFERENCE[name](), f"docs/{name}.md"
+    _print_page(text, origin, {origin: name for name, origin in origins.items()})
     return HOLDS
 
 
-def _sections() -> dict[str, dict[str, Path]]:
-    """Return the pages that are here by section and name; what a clone alone has is left out."""
+def _sections() -> dict[str, dict[str, str]]:
+    """Return by section and name what the pages that are here are called in a clone.
+
+    A clone alone has some more.
+    """
     listed = yaml.safe_load((shipped.docs() / "contents.yaml").read_text(encoding="utf-8"))
-    sections = {}
-    for section, origins in listed.items():
-        paths = {name.removesuffix(".md"): _place(origin) for name, origin in origins.items()}
-        sections[section] = {name: path for name, path in paths.items() if path.is_file()}
-    return {section: paths for section, paths in sections.items() if paths}
+    here = {
+        section: {
+            name.removesuffix(".md"): origin
+            for name, origin in pages.items()
+            if _place(origin).is_file()
+        }
+        for section, pages in listed.items()
+    }
+    return {section: pages for section, pages in here.items() if pages}
 
 
 def _place(origin: str) -> Path:
     """Return where a file of the clone lies here."""
+    if origin == "kernels/README.md":
+        return shipped.kernels() / "README.md"
     here = shipped.experiments() if origin.startswith("experiments/") else shipped.docs()
     return here.parent / origin
+
+
+def _name_of(page: str, origins: Mapping[str, str]) -> str:
+    """Return the name of a page that may be asked for by its file, too; ValueError for no page."""
+    asked = page.lower().removesuffix(".md")
+    known = {name: name for name in (*origins, *_REFERENCE)}
+    known |= {origin.lower().removesuffix(".md"): name for name, origin in origins.items()}
+    if asked in known:
+        return known[asked]
+    near = difflib.get_close_matches(asked, [*origins, *_REFERENCE], n=3, cutoff=0.4)
+    nearest = f"; nearest: {', '.join(near)}" if near else ""
+    raise ValueError(f"docs: there is no page {page!r}{nearest}; `stability docs` lists all")
 
 
 def _print_list() -> None:
     print_line("usage: stability docs PAGE")
     titles = {
-        section: {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
-        for section, paths in _sections().items()
+        section: {
+            name: _place(origin).read_text(encoding="utf-8") for name, origin in pages.items()
+        }
+        for section, pages in _sections().items()
     }
     for section, pages in {**titles, "Reference": _REFERENCE}.items():
         print_line(f"\n{section}")
@@ -79,33 +99,30 @@ def _print_list() -> None:
     print_line(f"the scripts that they name in {shipped.examples()}")
 
 
-def _print_page(text: str, path: Path) -> None:
-    """Print a page that is, or would be, at `path`, from where its links lead."""
-    if not sys.stdout.isatty():
-        sys.stdout.write(_LINK.sub(lambda link: _as_markdown(link, path.parent), text))
+def _print_page(text: str, origin: str, names: Mapping[str, str]) -> None:
+    """Print a page that a clone has at `origin`; `names` are those of all pages by theirs."""
+    is_read_here = sys.stdout.isatty()
+
+    def linked(link: re.Match[str]) -> str:
+        """Return a link to a page with its name, one to another file with where that is."""
+        words, target = link[1], link[2]
+        if "://" in target or (not target and not is_read_here):
+            return link[0]
+        goes_to = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+        if name := names.get(goes_to):
+            if not is_read_here:
+                return f"[{words}]({name}.md{link[3] or ''})"
+            is_said = name == "glossary" or name in words
+            return words if is_said else f"{words} (page {name})"
+        is_here = target and _place(goes_to).exists()
+        return f"{words} ({_place(goes_to)})" if is_here else words
+
+    text = _LINK.sub(linked, text)
+    if not is_read_here:
+        sys.stdout.write(text)
         return
     from stability.cli.page_text import print_page  # heavy
 
-    print_page(_LINK.sub(lambda link: _in_words(link, path.parent), text), _WIDEST)
-    if path.is_file():
-        print_line(f"\nThis page is {path}", whole=True)
-
-
-def _as_markdown(link: re.Match[str], folder: Path) -> str:
-    """Return a link within the page, or to one that is here, as it is, any other as `_in_words`."""
-    target = link[3]
-    is_page = not target or (target.endswith(".md") and (folder / target).is_file())
-    return link[0] if is_page else _in_words(link, folder)
-
-
-def _in_words(link: re.Match[str], folder: Path) -> str:
-    """Return a link's words, with where it leads unless they say that, or it is the glossary."""
-    words, target = link[2], link[3]
-    if "://" in target:
-        return link[0]
-    file = (folder / target).resolve()
-    if not target or file.name == "glossary.md" or not file.exists():
-        return words
-    if file.suffix == ".md":
-        return words if file.stem in words else f"{words} ({file.name})"
-    return f"{words} ({file})"
+    print_page(text, _WIDEST)
+    if _place(origin).is_file():
+        print_line(f"\nThis page is {_place(origin)}", whole=True)

@@ -1,10 +1,10 @@
 """How `stability docs` shows a page in a terminal: in colours that any background bears."""
 
 import re
-from collections.abc import Iterator
 
-from rich.console import Console
-from rich.markdown import CodeBlock, Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import CodeBlock, Markdown, TableElement
+from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 
@@ -17,12 +17,28 @@ _THEME = Theme({"markdown.code": "bold", "markdown.h1": "bold", "markdown.h2": "
 class _AsItIs(CodeBlock):
     """A block of code whose lines are not broken, so that they can be copied."""
 
-    def __rich_console__(self, console: Console, options: object) -> Iterator[Text]:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(str(self.text).rstrip(), no_wrap=True, overflow="ignore")
 
 
+class _Table(TableElement):
+    """A table whose words go on in the next line where they are longer than their column."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table)
+            for column in table.columns:
+                column.overflow = "fold"
+            yield table
+
+
 class _Page(Markdown):
-    elements = {**Markdown.elements, "fence": _AsItIs, "code_block": _AsItIs}  # noqa: RUF012
+    elements = {  # noqa: RUF012
+        **Markdown.elements,
+        "fence": _AsItIs,
+        "code_block": _AsItIs,
+        "table_open": _Table,
+    }
 
 
 def print_page(text: str, widest: int) -> None:

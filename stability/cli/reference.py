@@ -108,9 +108,30 @@ def _type_text(field: dataclasses.Field) -> str:
 
 
 def _default_text(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"`{_in_cell(repr(field.default))}`"
-    return "its own" if field.default_factory is not dataclasses.MISSING else "**given**"
+    default = _default(field)
+    if default is dataclasses.MISSING:
+        return "**given**"
+    if dataclasses.is_dataclass(default):
+        return "its own"
+    return f"`{_in_cell(repr(_in_short(default)))}`"
+
+
+def _default(field: dataclasses.Field) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def _in_short(value: Any) -> Any:
+    """Return a default as a YAML file would have it: of a dataclass what is not its own default."""
+    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+        return [_in_short(each) for each in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {
+        x.name: getattr(value, x.name)
+        for x in dataclasses.fields(value)
+        if getattr(value, x.name) != (_default(x))
+    }
 
 
 def _in_cell(text: str) -> str:
@@ -141,7 +162,7 @@ def name_tables() -> dict[str, dict[str, Mapping[str, Any]]]:
     return {
         "`metrics.jsonl`, and the history of a run in W&B": {
             "METRIC": metric_table.RUN_METRICS,
-            "drift/PARAMETER/METRIC": metric_table.DRIFT_METRICS,
+            "drift/PARAMETER/METRIC": _of_one_parameter(metric_table.DRIFT_METRICS),
             "deviation/LAYER/[SHADOW/][PART/]RESULT/METRIC": metric_table.DEVIATION_METRICS
             | metric_table.DEVIATION_COUNTS,
             "gradient/GROUP/METRIC[_as_trained]": metric_table.GRADIENT_METRICS,
@@ -150,7 +171,7 @@ def name_tables() -> dict[str, dict[str, Mapping[str, Any]]]:
             "watch/LAYER/PART/METRIC": metric_table.HEAD_WATCH_METRICS,
             "watch/METRIC/PARAMETER": metric_table.PARAMETER_WATCH_METRICS,
         },
-        "`metrics.jsonl` alone": {"ENTRY": metric_names.ENTRIES},
+        "What else a line of `metrics.jsonl` has": {"ENTRY": metric_names.ENTRIES},
         "The summary of a run in W&B": {"METRIC": tables.RUN_SUMMARY}
         | _of_ladder()
         | {f"evidence/{level}/METRIC": found for level, found in figure_table.FIGURES.items()},
@@ -167,6 +188,15 @@ def name_tables() -> dict[str, dict[str, Mapping[str, Any]]]:
             "GROUP": parameter_groups.PARAMETER_GROUPS,
             "SPREAD": tables.SPREAD,
         },
+    }
+
+
+def _of_one_parameter(drifts: Mapping[str, Any]) -> dict[str, str]:
+    """Return what drifts are, whose labels in charts are of all weights."""
+    labels = {name: _label(metric) for name, metric in drifts.items()}
+    return {
+        name: label.replace(" of all weights", "").replace("all weights", "the weights")
+        for name, label in labels.items()
     }
 
 

@@ -85,7 +85,7 @@ class ModelConfig:
     context: int
     """How many tokens a sequence has."""
     vocab_size: int = 256
-    """How many different tokens there are; 256 for the tokenizer `bytes`."""
+    """How many tokens are embedded; at least the tokenizer's, which are 256 for `bytes`."""
     qk_norm: bool = False
     """Whether queries and keys are normalised in each head; of `gpt2` and `llama` alone."""
     dropout: float = 0.0

@@ -57,7 +57,7 @@ class AttentionConfig:
     numerics: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Single numerics fields changed by name, e.g. `{block_k: 32}`."""
     engine: Literal["auto", "twin", "triton"] = "auto"
-    """What computes `flash`: `triton`, or `twin` in plain PyTorch; `auto`: `triton` on a GPU."""
+    """What computes `flash`: `triton`, or `twin` in plain PyTorch; `auto`: `triton` on CUDA."""
     layers: tuple[str, ...] = ("*",)
     """In an arm: globs of the layers that attend so; the others attend as the baseline does."""
     direction: Literal["both", "forward", "backward"] = "both"
@@ -91,7 +91,7 @@ class DataConfig:
     tokenizer: str = "bytes"
     """`bytes`, or the name or path of a Hugging Face tokenizer."""
     workers: int = 0
-    """Processes that load batches, from 0 to 1024; 0: the training process loads them itself."""
+    """Processes of each rank that load batches, from 0 to 1024; 0: the rank loads them itself."""
 
     def __post_init__(self) -> None:
         rule = f"workers must be from 0 to {MOST_WORKERS}, each is a process of its own"
@@ -201,7 +201,8 @@ class TrainConfig:
     steps: int = 200
     """How many updates of the weights, at least 1."""
     batch_size: int = 8
-    """Blocks of `model.context` tokens in a batch, over all ranks together."""
+    """Blocks in a batch, over all ranks together, each of `model.context` tokens and the next one.
+    An update takes one batch, or as many as `trainer.accumulate_grad_batches` says."""
     grad_clip: float = 1.0
     """Most of the gradient's norm; 0 clips nothing."""
     log_every: int = 1
@@ -217,7 +218,7 @@ class TrainConfig:
     compile_options: dict[str, Any] = field(default_factory=dict)
     """`mode` of torch.compile, or options of the backend, e.g. `{fallback_random: true}`."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    """The device that trains; `auto`: a GPU if there is one, else the CPU."""
+    """The device that trains, `gpu` being CUDA; `auto`: that if it is there, else the CPU."""
     matmul_precision: Literal["highest", "high", "medium"] = DEFAULT_MATMUL
     """What FP32 products keep of their operands: `torch.set_float32_matmul_precision`."""
     deterministic: bool = True
@@ -299,8 +300,8 @@ class NudgeConfig:
 class ProbeConfig:
     """The dual-attention hook: when and where it looks, and at what.
 
-    Due are those in `steps`, where none is given the multiples of `every`, and `per_decade`
-    log-spaced steps between powers of ten; with none of them the probe is off.
+    Due are those in `steps`, where none is given the multiples of `every`, and step 0 and
+    `per_decade` log-spaced steps to a power of ten; with none of them the probe is off.
     """
 
     every: int = 10
@@ -308,7 +309,8 @@ class ProbeConfig:
     steps: tuple[int, ...] = ()
     """The steps it looks at, in place of the multiples of `every`."""
     per_decade: int = 0
-    """How many log-spaced steps between two powers of ten it looks at, too; 0: none."""
+    """Log-spaced steps to a power of ten, and step 0, that it looks at, too: 3 is 0, 1, 2, 5, 10,
+    22, 46, 100, ...; 0: none."""
     shadows: tuple[AttentionConfig, ...] = (AttentionConfig(implementation="flash"),)
     """Run beside the primary; in arms that change the attention it is the baseline's own."""
     shadows_are: Literal["candidates", "baseline"] = "candidates"

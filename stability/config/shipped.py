@@ -6,7 +6,7 @@ In a clone they lie beside the package; the wheel holds them in `stability/confi
 
 from pathlib import Path
 
-__all__ = ["configs", "docs", "examples", "experiments"]
+__all__ = ["configs", "docs", "examples", "experiments", "kernels"]
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -30,6 +30,12 @@ def experiments() -> Path:
     """Return the folder of the experiments; what holds it is where their imports begin."""
     installed = _PACKAGE.parent / "stability_experiments" / "experiments"
     return _there("experiments", installed, _PACKAGE.parent / "experiments")
+
+
+def kernels() -> Path:
+    """Return the folder of the package of attention kernels."""
+    name = "attention_kernels"
+    return _there(name, _PACKAGE.parent / name, _PACKAGE.parent / "kernels" / name)
 
 
 def _there(name: str, *folders: Path) -> Path:

@@ -81,11 +81,11 @@ class StudyConfig:
     question: str
     """What the study asks, as a sentence; reports and W&B show it."""
     base: ArmConfig
-    """The run that every arm begins from."""
+    """The description of a run that every arm is, less what it changes."""
     arms: dict[str, dict[str, Any]]
     """By name, what each arm changes of `base`; also its `role`, `until` and `change`."""
     seeds: tuple[int, ...] = (0,)
-    """Every arm is trained once with each of these; whole numbers >= 0."""
+    """Every arm is trained once with each of these: whole numbers, none twice, below 2**32."""
     yardstick: str = ""
     """The arm that the ladder's ratios are taken to; empty: the reference."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)

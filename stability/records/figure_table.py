@@ -14,15 +14,16 @@ _OF_ONE = re.compile(r"_(seed|step)_\d+$")
 FIGURES: Mapping[str, Mapping[str, str]] = {
     "operator": {
         "looks": "looks that the level is judged by",
-        "figures": "figures that have to hold, over layers and results",
+        "figures": "figures that have to hold, over layers, heads and results",
         "nonfinite": "values that are no finite number where FP64's are",
-        "error_ratio": "worst error against FP64, candidate over plain attention",
+        "error_ratio": "worst error against FP64, candidate over the baseline's attention",
         "gain": "worst gain against FP64",
-        "golden_bias_ulp": "worst mean signed error against FP64 (ULP, or plain attention's "
-        "error where that is larger)",
+        "golden_bias_ulp": "worst mean signed error against FP64 (ULP, or the baseline's "
+        "attention's error where that is larger)",
         "error_ratio_excluded": "a larger error ratio would have been seen at any place",
         "gain_excluded": "a larger |gain| would have been seen in any layer",
-        "golden_bias_ulp_excluded": "a larger |bias| would have been seen at any place (same unit)",
+        "golden_bias_ulp_excluded": "a larger |bias|, mean of all layers, would have been seen in "
+        "any result (same unit)",
         "head_gain_excluded": "a larger |gain| would have been seen in any head",
     },
     "gradient": {
@@ -46,8 +47,8 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "step": "the step at which E is read",
         "warm_up": "updates of the warm-up, where that step lies in it",
         "seeds": "seeds that are judged",
-        "lost": "seeds whose weights are not finite where the baseline's are",
-        "control_log_excess": "largest |log E| of a nudge at that step",
+        "lost": "seeds that are lost by that step where the baseline's are sound",
+        "control_log_excess": "largest |log E| of a nudge, or of a rerun that differs, at the step",
         "excess_predictions": "E of the predictions on held-out text",
         "excess_left_out": "E of the weights that noise moves, which E leaves out",
         "excess_left_out_high": "its upper bound",
@@ -64,7 +65,7 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "margin": "a difference that matters (nats a token)",
         "p_not_better": "chance of such differences if the loss is lower by the margin or more",
         "step": "the step at which the arm ends",
-        "seeds": "seeds that are compared",
+        "seeds": "seeds that are compared; where one is lost, all on record",
         "lost_seeds": "seeds that are lost where the baseline's are sound",
         "lost_baselines": "seeds whose baseline is lost, which can't be judged",
         "init_seed_sd": "standard deviation of the loss over other initial weights (nats a token)",

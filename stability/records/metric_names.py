@@ -85,7 +85,8 @@ ENTRIES = {
     DRIFT_OF: "SHA-256 of the run's own snapshot, which the drifts of the line were computed of",
     DRIFT_FROM: "SHA-256 of the baseline's snapshot, which they were computed from",
 }
-"""What a line of the metric log holds besides metrics; W&B gets none of these but the step."""
+"""What a line of the metric log holds besides metrics; W&B gets the step of these, and of
+an alert its layer and text."""
 
 STEP_AXIS = "trainer/global_step"
 """W&B's x axis: the number of optimizer updates made before the measurement."""
@@ -125,7 +126,7 @@ ULP_HISTOGRAM = "ulp_histogram"
 """The metric whose value is a list of counts, not a number."""
 
 WEIGHT_HISTOGRAM = "weights/all/histogram"
-"""Counts of all weights by size, in the bins of `metrics.weight_counts`."""
+"""Counts of all weights by value, in the bins of `metrics.weight_counts`."""
 NONFINITE_WEIGHTS = "weights/all/nonfinite"
 """How many weights are NaN or infinite."""
 

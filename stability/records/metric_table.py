@@ -80,7 +80,7 @@ RUN_METRICS = _by_name(
         ),
         Metric(name=EVAL_LOSS, label="loss on held-out text, at each snapshot (nats a token)"),
         Metric(name=NONFINITE_WEIGHTS, label="weights that are no finite number"),
-        Metric(name=WEIGHT_HISTOGRAM, label="counts of all weights by size"),
+        Metric(name=WEIGHT_HISTOGRAM, label="counts of all weights by value"),
     )
 )
 """What is logged of a run as a whole under a name of its own, with the loss and the weights."""
@@ -211,7 +211,7 @@ DEVIATION_METRICS = _by_name(
 need a golden. `metrics.deviation` and `metrics.golden_error` define them."""
 
 DEVIATION_COUNTS = _by_name(
-    (Metric(name=ULP_HISTOGRAM, label="counts of the deviations by size (ULP)"),)
+    (Metric(name=ULP_HISTOGRAM, label="counts of the deviations by value (ULP)"),)
 )
 """The histogram beside the deviations of a layer, in the bins of `metrics.ulp`."""
 
@@ -260,7 +260,7 @@ WATCH_METRICS = _by_name(
         Metric(name="log_z", label="log Z, mean over the tokens (nats)", scale="linear"),
         Metric(
             name="rms_max",
-            label="largest RMS of Adam's update, RMS_t, over the parameters",
+            label="largest RMS_t of a parameter",
             scale="linear",
         ),
         Metric(
@@ -305,6 +305,12 @@ HEAD_WATCH_METRICS = _by_name(
 """The same of each head."""
 
 PARAMETER_WATCH_METRICS = _by_name(
-    (Metric(name="rms", label="RMS of Adam's update of one parameter, RMS_t", scale="linear"),)
+    (
+        Metric(
+            name="rms",
+            label="RMS_t: RMS of the gradient over Adam's estimate of its size",
+            scale="linear",
+        ),
+    )
 )
 """What is watched of each parameter: its name stands behind that of the metric."""

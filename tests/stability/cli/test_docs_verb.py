@@ -15,18 +15,19 @@ from stability.cli.reference import REFERENCE
 from stability.config import shipped
 from tests.pages import ROOT, blocks_of, prose_of, site_pages
 
-PAGES = {name: path for section in verb._sections().values() for name, path in section.items()}
+ORIGINS = {name: origin for part in verb._sections().values() for name, origin in part.items()}
+PAGES = {name: ROOT / origin for name, origin in ORIGINS.items()}
 
 
 def test_every_page_of_the_site_is_listed_by_its_title(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs"]) == 0
     said = capsys.readouterr().out
-    assert [*map(Path.resolve, PAGES.values())] == [ROOT / origin for origin in site_pages()]
+    assert [*ORIGINS.values()] == site_pages()
     assert "  my_kernel          Tutorial: a kernel of my own, from `check` to `verdict`\n" in said
     assert all(len(line) <= 80 for line in said.partition("\nThese pages are in")[0].splitlines())
 
 
-@pytest.mark.parametrize("name", ["my_kernel", "my_kernel.md", "docs/my_kernel.md"])
+@pytest.mark.parametrize("name", ["my_kernel", "MY_KERNEL.md", "docs/my_kernel.md"])
 def test_a_page_is_found_as_a_reader_may_name_it(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -49,7 +50,20 @@ def test_a_piped_page_has_all_of_its_words_and_no_link_into_nothing(
     printed, written = (re.findall(r"^#+ .*", prose_of(x), re.MULTILINE) for x in (said, whole))
     assert printed == written
     for target in re.findall(r"\]\(([\w./-]+\.\w+)", said):
-        assert (PAGES[name].parent / target).is_file(), target
+        assert target.removesuffix(".md") in PAGES, target
+
+
+@pytest.mark.parametrize(
+    ("asked", "title"),
+    [("README", "training-stability"), ("kernels/README.md", "The numerics contract")],
+)
+def test_a_page_that_a_clone_has_elsewhere_is_found_by_its_file_and_named_in_links(
+    asked: str, title: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["docs", asked])
+    assert capsys.readouterr().out.startswith(f"# {title}\n")
+    main(["docs", "attention_library"])
+    assert "[kernels/README.md](kernels.md)" in capsys.readouterr().out
 
 
 def test_an_unknown_page_is_told_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +71,7 @@ def test_an_unknown_page_is_told_its_neighbours(capsys: pytest.CaptureFixture[st
         main(["docs", "my_kernels"])
     assert ended.value.code == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "no page 'my_kernels'; nearest: my_kernel, " in said
+    assert "there is no page 'my_kernels'; nearest: my_kernel, " in said
     assert "`stability docs` lists all" in said
 
 
@@ -71,7 +85,7 @@ def test_what_a_clone_alone_has_is_left_out(
     monkeypatch.setattr(shipped, "docs", lambda: tmp_path / "docs")
     main(["docs"])
     listed = re.findall(r"^  (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert listed == ["study", "experiments", "cli", "keys", "metrics"]
+    assert listed == ["study", "kernels", "experiments", "cli", "keys", "metrics"]
     assert "](your_own_training.md)" in (tmp_path / "docs" / "study.md").read_text()
     main(["docs", "study"])
     assert "](your_own_training.md" not in capsys.readouterr().out, "that page is not here"
@@ -105,7 +119,7 @@ def test_in_a_terminal_a_page_is_formatted_and_no_command_is_broken() -> None:
     assert "```" not in plain
     assert "](" not in plain
     assert "glossary" not in plain
-    assert "What each level measures\n(verdict.md)" in plain
+    assert "What each level measures (page verdict)" in " ".join(plain.split())
     # a line of code goes on past the edge, so that it is copied as one
     check = "stability check my_kernel:attend_without_tail --quick --dtype bf16   # exit code 1"
     assert f"\n{check}\n" in plain
@@ -113,6 +127,21 @@ def test_in_a_terminal_a_page_is_formatted_and_no_command_is_broken() -> None:
     # neither black, nor white, nor a background: they are unseen in half of all terminals
     colours = {code for each in re.findall(r"\x1b\[([0-9;]*)m", said) for code in each.split(";")}
     assert not colours & {"30", "37", "40", "47", "90", "97", "38", "48"}
+
+
+def words_of(text: str) -> str:
+    return re.sub(r"[\W_]", "", text)
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize("name", ["families", "kernels", "measured", "verdict"])
+def test_no_cell_of_a_table_is_cut(name: str, columns: int) -> None:
+    """However narrow its column is, a word goes on in the next line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", in_terminal(columns, "docs", name))
+    assert plain.count("…") == PAGES[name].read_text(encoding="utf-8").count("…")
+    cells = re.findall(r"`([\w/.-]+)` +\|", PAGES[name].read_text(encoding="utf-8"))
+    alone = {words_of(cell) for cell in cells if len(cell) < columns // 8}
+    assert {cell for cell in alone if cell not in words_of(plain)} == set()
 
 
 @pytest.mark.parametrize("name", ["cli", "keys", "metrics"])
