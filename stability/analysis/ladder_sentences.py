@@ -39,7 +39,7 @@ def sentence(ladder: Ladder, arm: str) -> str:
     row = ladder.row(arm)
     if row is None:
         names = ", ".join(row.arm for row in ladder.rows)
-        raise ValueError(f"sentence: arm must be one of {names}; got {arm!r}")
+        raise ValueError(f"arm must be one of {names}, got {arm!r}")
     if arm == BASELINE:
         return f"{arm} is what every other arm is compared with."
     if not row.rel_l2.early.n and not row.rel_l2.last.n:

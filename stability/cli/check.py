@@ -14,6 +14,7 @@ from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.cli.output import FAILS, HOLDS, WRONG, print_json, print_line
 from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
+from stability.records.paths import run_at
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,11 +75,8 @@ def check(
             f"check: fault must be a planted fault, got {fault!r}; "
             f"nearest: {nearest(fault, FAULT_NAMES)}"
         )
-    if changes and not Path(changes).is_dir():
-        raise ValueError(
-            f"check: --from must be a run's folder, got {changes!r}; "
-            "give runs/<study>/<arm>/seed-<n>"
-        )
+    if changes:
+        run_at(Path(changes), "check: --from")
     if not changes and (layer is not None or step is not None):
         raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
     with _stdout_to_stderr():  # what the kernel prints is no part of the answer

@@ -8,6 +8,7 @@ it was measured on. With --preset it puts published numbers beside measured ones
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from stability.cli.output import HOLDS, print_json
 from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 from stability.records.metric_table import DEVIATION_METRICS
+from stability.records.paths import RunPaths, is_run, run_at
 
 if TYPE_CHECKING:
     from attention_kernels.api import Engine
@@ -135,7 +137,8 @@ def deviate(
     own_profile, own_changes = _own_numerics("" if profile else checkpoint)
     lists["profile"] = lists["profile"] or [own_profile]
     fixed["changes"] = fixed["changes"] or own_changes
-    problems = _problems(lists, fixed)
+    with _naming(""):
+        problems = _problems(lists, fixed)
     with _naming(qkv or checkpoint):
         step = _last_step(checkpoint) if checkpoint and step is None else step
         given = _given(qkv, checkpoint, layer, step)
@@ -154,13 +157,17 @@ def deviate(
 
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
-    """Name the file or the run that q, k and v come from in what attention refuses about them."""
+    """Name the file or the run that q, k and v come from in what attention refuses about them.
+
+    A class of numerics that refuses a value names itself; the user gave the verb an option.
+    """
     try:
         yield
     except ValueError as error:
-        if not source or source in str(error):
-            raise
-        raise ValueError(f"{source}: {error}") from error
+        said = re.sub(r"^[A-Z]\w+(\.with_)?: ", "deviate: ", str(error))
+        if source and source not in said:
+            said = f"{source}: {said}"
+        raise ValueError(said) from error
 
 
 def _problems(lists: dict[str, list[Any]], fixed: dict[str, Any]) -> list["Problem"]:
@@ -246,7 +253,6 @@ def _record_waterfall(
     from rich.console import Console  # heavy
 
     from attention_kernels.machine import versions
-    from stability.records.paths import RunPaths
     from stability.records.waterfall_record import WaterfallRecord, write_waterfall
 
     run = RunPaths(Path(checkpoint))
@@ -366,7 +372,6 @@ def _own_numerics(checkpoint: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
     That is `fa2` without changes for a run with another attention, and without a run.
     """
     from stability.records.manifest import read_manifest  # heavy: torch
-    from stability.records.paths import RunPaths
 
     manifest = RunPaths(Path(checkpoint)).manifest
     if not checkpoint or not manifest.is_file():  # `capture` reports a folder that holds no run
@@ -400,6 +405,7 @@ def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> "Attentio
 
         return read_inputs(Path(qkv), "fp64")
     if checkpoint:
+        run_at(Path(checkpoint), "deviate: checkpoint")
         from stability.study.capture import capture  # heavy: torch, Lightning
 
         return capture(with_snapshot(Path(checkpoint), step), layer, step)
@@ -408,7 +414,6 @@ def _given(qkv: str, checkpoint: str, layer: int, step: int | None) -> "Attentio
 
 def _last_step(checkpoint: str) -> int | None:
     """Return the last step that a run has weights of, or had; None if it never had any."""
-    from stability.records.paths import RunPaths, is_run
     from stability.records.run_files import recorded_steps
 
     run = RunPaths(Path(checkpoint))

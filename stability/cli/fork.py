@@ -171,6 +171,11 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not (key and equals and value):
             raise ValueError(f"--set must be KEY=VALUE, e.g. attention.profile=fa2, got {text!r}")
         nested = parse_value(value)
+        if key == "attention" and isinstance(nested, str):
+            raise ValueError(
+                "--set must name a part of the attention, as attention.implementation=flash or "
+                f"attention.profile=fa2, got {text!r}"
+            )
         for part in reversed(key.split(".")):
             nested = {part: nested}
         changes = merge(changes, nested)

@@ -29,7 +29,7 @@ EXAMPLES = {
     "figure": "stability figure runs/quickstart --what drift --format pdf",
     "workspace": "stability workspace runs/quickstart --json",
     "fork": "stability fork runs/mine/baseline/seed-0 --at 20 --set flags.lr=0.001",
-    "bisect": "stability bisect runs/mine/baseline/seed-0 --at 9 --set attention=flash",
+    "bisect": "stability bisect runs/s/fa2/seed-0 --at 9 --set attention.profile=fa3",
     "init": "stability init --candidate lr=0.2 -- python train.py --lr 0.1 --seed 0",
     "adopt": "stability adopt baseline=checkpoints/a candidate=checkpoints/b",
     "record": "stability record --study mine --arm baseline -- python train.py",

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jsonargparse
 
 from stability import __version__
-from stability.cli.help_text import PLAIN_WORDS, HelpFormatter, end_of_help
+from stability.cli.help_text import EXAMPLES, PLAIN_WORDS, HelpFormatter, end_of_help
 from stability.cli.output import (
     EXIT_CODES,
     FAILS,
@@ -79,6 +79,8 @@ _TRUTH = {
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 _UNKNOWN = "unrecognized arguments: "
 """How argparse begins to tell of words that no parameter takes."""
+_MISSING = "the following arguments are required: "
+"""How it begins to name the parameters without a default that were not given."""
 _OUTPUT = 1
 """The file descriptor of standard output."""
 
@@ -93,11 +95,20 @@ class _Parser(jsonargparse.ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = message.partition(_UNKNOWN)[2]
-        if self.takes_command and unknown and not unknown.startswith("-"):
+        if missing := message.partition(_MISSING)[2]:
+            message = self._must_be_given(missing.split(", "))
+        elif self.takes_command and unknown and not unknown.startswith("-"):
             message += "; a command comes last, after ` -- `, as in `-- python train.py`"
         else:
             message += _did_you_mean(unknown, self.options, self.prog)
         _fail(_in_plain_words(message))
+
+    def _must_be_given(self, names: Sequence[str]) -> str:
+        """Return which words the verb lacks, what each of them is, and an example."""
+        verb = self.prog.rpartition(" ")[2]
+        said = {action.dest: (action.help or "").partition(";")[0] for action in self._actions}
+        lacking = " and ".join(f"{name} ({said[name].rstrip('.')})" for name in names)
+        return f"{verb}: {lacking} must be given, as in `{EXAMPLES[verb]}`"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,7 +177,7 @@ def _try_verb(verb: str, words: list[str]) -> int:
     """Run a verb; what goes wrong in it is one line on standard error, and an exit code."""
     try:
         return _run_verb(verb, words)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         _fail(str(error))
     except DiskFullError as error:
         sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
@@ -176,12 +187,33 @@ def _try_verb(verb: str, words: list[str]) -> int:
             raise
         _fail(f"{verb}: {error.strerror}")
     except OSError as error:
-        _fail(f"{error.filename or verb}: {error.strerror or error}")
+        _fail(_refusal(error, verb))
     except KeyboardInterrupt as error:
         if _is_of_closed_output(error):
             raise
         sys.stderr.write("stability: interrupted; the same command goes on from here\n")
         return INTERRUPTED
+
+
+def _refusal(error: OSError, verb: str) -> str:
+    """Return what the system refuses, of which file or folder, and what to do.
+
+    The user's own is named, not a temporary file in it.
+    """
+    if error.errno is None:
+        return str(error)  # one that we raise
+    if not error.filename:
+        return f"{verb}: {error.strerror}"
+    path = Path(os.fsdecode(error.filename))
+    there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
+    if isinstance(error, NotADirectoryError):
+        return f"{there}: must be a folder, is a file; name another one"
+    if isinstance(error, PermissionError):
+        return (
+            f"{there}: must be open to you for reading and writing, got {error.strerror}; name "
+            "another one, or ask its owner"
+        )
+    return f"{path}: {error.strerror}"
 
 
 def _run_verb(verb: str, words: list[str]) -> int:
@@ -275,6 +307,8 @@ def _with_flags(flags: Sequence[str], words: list[str]) -> list[str]:
 def _in_plain_words(message: str) -> str:
     """Return what jsonargparse says of a value of the wrong type, in the words of our errors."""
     text = " ".join(message.split())
+    if lacking := re.fullmatch(r"argument (--\S+): expected one argument", text):
+        return f"{lacking[1].replace('_', '-')} needs a value"
     of_key = re.match(r'Parser key "([^"]+)":', text)
     got = re.search(r"Given value: (.*)$", text) or re.search(r"Got value: (.*)$", text)
     if not of_key or not got:

@@ -351,6 +351,8 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if match is None or name == "seed" or ("." not in name and name not in _TOP_LEVEL):
             rest.append(word)
             continue
+        if name.startswith("base."):
+            raise ValueError(f"--{name} must be given without base., as --{name[5:]}")
         if match.group(2) is None and not remaining:
             raise ValueError(f"--{name} needs a value")
         overrides[name] = match.group(2) if match.group(2) is not None else remaining.pop(0)

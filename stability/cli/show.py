@@ -62,7 +62,8 @@ def holds_probe(folder: Path) -> bool:
     if (folder / "study.json").is_file():
         return False
     near = studies_near(folder) or "`stability run` and `stability probe` make one"
-    raise ValueError(f"folder must hold study.json or {PROBE_FILE}, got {str(folder)!r}; {near}")
+    got = repr(str(folder)) if folder.exists() else f"no such folder, {str(folder)!r}"
+    raise ValueError(f"folder must hold study.json or {PROBE_FILE}, got {got}; {near}")
 
 
 def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -> None:

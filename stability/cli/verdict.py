@@ -20,6 +20,8 @@ from stability.cli.output import (
 from stability.config.convert import nearest
 from stability.records.bundle import SUFFIXES, is_bundle
 from stability.records.object_store import at_hand, is_url, shown_url
+from stability.records.paths import check_exists
+from stability.records.study_file import studies_near
 
 if TYPE_CHECKING:
     from stability.analysis.study_proof import StudyProof
@@ -104,7 +106,11 @@ def verdict(
     from stability.report.terminal.verdict import verdict_lines
 
     changed = {name: value for name, value in given.items() if value is not None}
-    judged = judge_arms(recorded, replace(recorded.policy, **changed))
+    try:
+        policy = replace(recorded.policy, **changed)
+    except ValueError as error:
+        raise ValueError(f"verdict: {str(error).removeprefix('policy: ')}") from error
+    judged = judge_arms(recorded, policy)
     shown = _shown(judged, arm)
     outcome = shown[0].outcome if arm else judged.outcome
     if markdown:
@@ -159,9 +165,9 @@ def verify(first: str, second: Path | None = None, all: bool = False, json: bool
     second are from.
 
     Args:
-        first: a run's folder, runs/<study>/<arm>/seed-<n>, the baseline; or a study's folder, or
-            the file that `stability export` makes of one, which may be a URL in an object store,
-            such as s3://bucket/path.tar.gz
+        first: a study's folder, or the file that `stability export` makes of one, which may be a
+            URL in an object store, such as s3://bucket/path.tar.gz; or a run's folder,
+            runs/<study>/<arm>/seed-<n>, the baseline
         second: the run it is paired with; none with a study, where every pair is proven
         all: compute every drift anew, not one of each pair drawn at random
         json: print the proof as JSON
@@ -172,6 +178,13 @@ def verify(first: str, second: Path | None = None, all: bool = False, json: bool
             f"{' or '.join(SUFFIXES)}, got {shown_url(first)}"
         )
     with at_hand(first, None if json else print_line) as path:
+        check_exists(path)
+        if path.is_file() and not is_bundle(path):
+            near = f"; {near}" if (near := studies_near(path)) else ""
+            raise ValueError(
+                f"verify: first must be the folder of a study or a run, or what `stability export` "
+                f"writes, which ends in {' or '.join(SUFFIXES)}, got the file {str(path)!r}{near}"
+            )
         if second is None and is_bundle(path):
             return _verify_bundle(path, every_drift=all, json=json)
         if second is None:

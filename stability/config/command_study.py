@@ -5,6 +5,7 @@ same. What two arms differ in is one flag, one variable, the commit, the environ
 Leaves out how a command is run (`study.run_commands`).
 """
 
+import difflib
 import os
 import shlex
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from stability.config.commands import (
     check_held_out,
     probe_settings,
 )
-from stability.config.convert import Place, from_mapping, merge, nearest, to_dict
+from stability.config.convert import ConfigError, Place, from_mapping, merge, nearest, to_dict
 from stability.config.diff import diff
 from stability.config.flags import assigned_words, flag_words, setting_words
 from stability.config.load import (
@@ -235,8 +236,25 @@ class CommandArm:
 
 def is_command_study(path: Path) -> bool:
     """Whether a study's YAML file is one of commands; ConfigError if it can't be read."""
+    if path.is_dir() or not path.exists():
+        raise ConfigError(_no_file(path))
     base = read_mapping(path).get("base")
     return isinstance(base, Mapping) and "command" in base
+
+
+def _no_file(path: Path) -> str:
+    """Return that `path` is no file, which YAML files may have been meant, and how to get one."""
+    is_folder = path.is_dir()
+    folder = path if is_folder else path.parent
+    found = sorted(each for end in ("yaml", "yml") for each in folder.glob(f"*.{end}"))
+    names = [str(each) for each in found if each.is_file()]
+    near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.6) or names[:3]
+    return (
+        f"{path}: must be a study's YAML file, got "
+        f"{'a folder' if is_folder else 'no such file'}; "
+        + (f"nearest: {', '.join(near)}; " if near else "")
+        + "`stability init` writes one, and `stability demo` needs none"
+    )
 
 
 def load_command_study(path: Path, overrides: Mapping[str, str] | None = None) -> CommandStudy:

@@ -73,8 +73,7 @@ def load_study(path: Path, overrides: Mapping[str, str] | None = None) -> StudyC
     they end training before the study's early or judged step, or before an arm's `until`, the last
     step takes its place. A model preset is a file `<name>.yaml` in `model/` or `../model/` beside
     the study, or shipped with the repository; a model may be named by a folder of Hugging Face's
-    as well. ConfigError, one line with file and key, for every
-    mistake.
+    as well. ConfigError, one line with file and key, for every mistake.
     """
     path = Path(path)
     changes = dict(overrides or {})
@@ -293,7 +292,8 @@ def _check_attention(config: AttentionConfig, place: Place) -> None:
         try:
             with_numerics[0].with_(**{key: value})
         except (TypeError, ValueError) as error:
-            raise place.at("numerics").at(key).error(str(error)) from error
+            said = str(error).partition(": ")[2] or str(error)  # the class names itself first
+            raise place.at("numerics").at(key).error(said) from error
 
 
 def _check_head_dim(config: ArmConfig, place: Place) -> None:

@@ -164,7 +164,8 @@ def emulated_format(name: str) -> Format | None:
     try:
         format = format_named(name.removeprefix(EMULATED))
     except ValueError as error:
-        raise ValueError(f"precision: {error}, in {name!r}") from error
+        said = str(error).removeprefix("format_named: ")
+        raise ValueError(f"precision: {said}, in {name!r}") from error
     if not format.fits(FORMATS["fp32"]):
         raise ValueError(
             f"precision: must emulate a format that FP32 holds, got {name!r}; use 64-true"
@@ -179,7 +180,8 @@ def linear_recipe(name: str) -> LinearRecipe | None:
     try:
         return linear_recipe_named(name.removeprefix(RECIPE))
     except ValueError as error:
-        raise ValueError(f"precision: {error}, in {name!r}") from error
+        said = str(error).removeprefix("LinearRecipe: ")
+        raise ValueError(f"precision: {said}, in {name!r}") from error
 
 
 def parse_precision(text: str) -> Precision:

@@ -139,7 +139,8 @@ def _check_state(name: str) -> None:
     try:
         fits = format_named(name).fits(FORMATS["fp32"])
     except ValueError as error:
-        raise ValueError(f"optimizer: state: {error}") from error
+        said = str(error).removeprefix("format_named: ")
+        raise ValueError(f"optimizer: state: {said}") from error
     require(fits, "optimizer", "state must be a format that FP32 holds", name)
 
 

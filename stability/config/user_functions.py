@@ -40,10 +40,25 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ValueError(
-            f"{what} must be a function that {module_name} has, got {attribute!r}; nearest: "
-            f"{nearest(attribute, [key for key in dir(module) if key[0] != '_'])}"
+            f"{what} must be a function that {module_name} has, got {attribute!r}; "
+            f"{_nearest_function(attribute, module)}"
         )
     return function
+
+
+def _nearest_function(name: str, module: ModuleType) -> str:
+    """Return "nearest: attend", of the functions that the module defines, or else that it imports.
+
+    Where none is alike, all that it defines are named.
+    """
+    known = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
+    own = [
+        key for key, value in known.items() if getattr(value, "__module__", "") == module.__name__
+    ]
+    for names in (own, known):
+        if alike := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
+            return f"nearest: {', '.join(alike)}"
+    return f"nearest: {nearest(name, own or known)}" if known else "it has none"
 
 
 def did_you_mean(where: str) -> str:

@@ -94,7 +94,7 @@ def _refuse_dropout(layer: str, config: Any) -> None:
         is_dropout = "att" in field_name and "drop" in field_name
         if is_dropout and isinstance(value, int | float) and value > 0:
             raise ValueError(
-                f"check_transformers: config.{field_name} of {layer} must be 0 in training, got "
+                f"model: config.{field_name} of {layer} must be 0 in training, got "
                 f"{value}; build the model with {field_name}=0, or call model.eval()"
             )
 

@@ -29,7 +29,7 @@ def load_pretrained(
         import transformers  # optional dependency
     except ImportError as error:
         raise ValueError(
-            "load_pretrained: transformers must be installed to load a model by name; "
+            "transformers must be installed to load a model by name; "
             "pip install 'training-stability[transformers]'"
         ) from error
     transformers.utils.logging.set_verbosity_error()
@@ -48,7 +48,7 @@ def load_pretrained(
         raise ValueError(_unknown(name, error)) from error
     if getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
-            f"load_pretrained: model must take text, got {type(model).__name__}, which takes "
+            f"model must take text, got {type(model).__name__}, which takes "
             f"{model.main_input_name}; give it to stability.shadow in a loop of your own"
         )
     return model.train(), dropped
@@ -98,6 +98,6 @@ def _unknown(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split())[:160]
     what = "is no folder with a config.json" if Path(name).exists() else "is no folder"
     return (
-        f"load_pretrained: model must be a folder or a name that the hub or its cache has, got "
+        f"model must be a folder or a name that the hub or its cache has, got "
         f"{name!r}, which {what}: {reason}"
     )

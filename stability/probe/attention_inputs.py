@@ -61,7 +61,7 @@ def draw_inputs(
     if distribution not in DISTRIBUTIONS:
         near = difflib.get_close_matches(distribution, DISTRIBUTIONS, n=3, cutoff=0.4)
         raise ValueError(
-            f"draw_inputs: distribution must be one of {', '.join(DISTRIBUTIONS)}, got "
+            f"distribution must be one of {', '.join(DISTRIBUTIONS)}, got "
             f"{distribution!r}; nearest: {', '.join(near or DISTRIBUTIONS)}"
         )
     # drawn on the CPU whatever the device: CUDA's generator gives other numbers for the same seed
@@ -91,14 +91,12 @@ def read_inputs(path: Path, format: str, device: str = "cpu") -> AttentionInputs
     together.
     """
     if not path.is_file():
-        raise ValueError(
-            f"read_inputs: qkv must be a safetensors file, got {str(path)!r}; no such file"
-        )
+        raise ValueError(f"qkv must be a safetensors file, got {str(path)!r}; no such file")
     tensors = read_snapshot(path)
     missing = [name for name in ("q", "k", "v") if name not in tensors]
     if missing:
         raise ValueError(
-            f"read_inputs: {path} must hold q, k and v, got "
+            f"{path}: must hold q, k and v, got "
             f"{', '.join(sorted(tensors)) or 'nothing'}; missing: {', '.join(missing)}"
         )
     q, v = tensors["q"], tensors["v"]
@@ -131,7 +129,7 @@ def _check_shapes(path: Path, tensors: Mapping[str, Tensor]) -> None:
         of_heads = tuple(found.shape) if whole else (*found.shape[:1], *found.shape[3:])
         if found.ndim != 4 or not found.is_floating_point() or of_heads != shape:
             raise ValueError(
-                f"read_inputs: {path} must hold q, k, v (batch, heads, length, head_dim) and dout "
+                f"{path}: must hold q, k, v (batch, heads, length, head_dim) and dout "
                 f"like out, numbers with a fraction, got {name} of {tuple(found.shape)}, "
                 f"{str(found.dtype).removeprefix('torch.')}, beside q of {tuple(q)}"
             )

@@ -96,8 +96,13 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
         try:
             with tarfile.open(path, "r:gz") as archive:
                 _unpack(archive, Path(place))
+        except PermissionError:
+            raise
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-            raise ValueError(f"{path}: must be a whole bundle: {error}") from error
+            raise ValueError(
+                f"{path}: must be a whole bundle: {error}; copy it again, or write it anew by "
+                "`stability export STUDY`"
+            ) from error
         folders = [each for each in Path(place).iterdir() if (each / CONTENTS).is_file()]
         if len(folders) != 1 or len(os.listdir(place)) != 1:
             raise ValueError(

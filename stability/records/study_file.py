@@ -4,6 +4,7 @@ Leaves out what the config's values mean (`config.schema`): a reader of today sh
 versions too, so only what every reader looks for has a type here.
 """
 
+import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
@@ -64,18 +65,34 @@ def read_study_file(study: Path) -> StudyFile:
     """
     path = StudyPaths(study).study
     writer = "`stability run`"
-    if not path.exists() and (near := studies_near(study)):
-        raise ValueError(f"{path}: there is no such file; {writer} writes it; {near}")
+    near = f"; {near}" if (near := studies_near(study)) else ""
+    if not study.is_dir():
+        got = "a file" if study.exists() else "no such folder"
+        raise ValueError(
+            f"{study}: must be the folder of a study, got {got}; {writer} makes one{near}"
+        )
+    if near and not path.exists():
+        raise ValueError(f"{path}: there is no such file; {writer} writes it{near}")
     return read_record(path, StudyFile, writer=writer, kind="study")
 
 
 def studies_near(folder: Path) -> str:
     """Return in words which studies may have been meant by a folder that is none; "" for none.
 
-    Those in it, the one that it is a part of, and the one of that name in `runs`.
+    Those in it, the one that it is a part of, and the one of that name in `runs`; else those of a
+    name like it in `runs` or beside it.
     """
-    around = [Path("runs") / folder.name, *folder.parents[:3]]
+    runs = Path("runs")
+    around = [runs / folder.name, *folder.parents[:3]]
     found = [each for each in around if StudyPaths(each).study.is_file()]
     found += sorted(path.parent for path in folder.glob("*/study.json"))
+    if not found:
+        others = {
+            study.parent.name: study.parent
+            for place in (runs, folder.parent)
+            for study in place.glob("*/study.json")
+        }
+        alike = difflib.get_close_matches(folder.name, others, cutoff=0.6)
+        found = [others[name] for name in alike]
     more = f" and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return f"nearest: {', '.join(map(str, found[:MOST_NAMED]))}{more}" if found else ""

@@ -473,7 +473,7 @@ def make_trainer(
     )
     if trainer.world_size != ranks.count:
         raise ValueError(
-            f"make_trainer: the world size must be {ranks.count}, got {trainer.world_size}; a run "
+            f"the world size must be {ranks.count}, got {trainer.world_size}; a run "
             "trains in the processes that its layout names"
         )
     return trainer

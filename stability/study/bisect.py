@@ -112,10 +112,14 @@ def step_to_compare(parent: RunPaths, at: int, until: int) -> int:
     ValueError if `until` is given and is no such step, or if there is none.
     """
     later = [step for step in recorded_steps(parent) if step > at]
-    if not later or (until and until not in later):
+    if not later:
+        raise ValueError(
+            f"bisect: at must be a step with a snapshot after it, got {at}; {parent.root} has none"
+        )
+    if until and until not in later:
         raise ValueError(
             f"bisect: until must be a step after {at} with a snapshot, got {until}; {parent.root} "
-            f"has {', '.join(map(str, later)) or 'none'}"
+            f"has {', '.join(map(str, later))}"
         )
     return until or later[0]
 
@@ -133,5 +137,8 @@ def _attention_of(config: ArmConfig, changes: Mapping[str, Any]) -> dict[str, An
             "take a run that changes no part, e.g. its baseline"
         )
     if set(changes) != {"attention"}:
-        raise ValueError(f"bisect: changes must be of the attention, got {', '.join(changes)}")
+        got = ", ".join(changes) or "none"
+        raise ValueError(
+            f"bisect: changes must be of the attention, got {got}; e.g. --set attention.profile=fa3"
+        )
     return to_dict(override(config, changes, where="bisect").attention)

@@ -46,7 +46,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     ValueError if the folder holds no run or one that our trainer did not train, the run no such
     snapshot or another model's, the model no such layer, or if the run's text can't be loaded.
     """
-    paths = run_at(run, "capture: checkpoint")
+    paths = run_at(run, "run")
     recorded = dict(read_manifest(paths.manifest).config)
     if is_command(recorded):
         whose = (
@@ -56,7 +56,7 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
         if is_adopted(recorded):
             whose = "adopted from checkpoints"
         raise ValueError(
-            "capture: the run must be one that `stability run` trained by our own trainer, got "
+            "run must be one that `stability run` trained by our own trainer, got "
             f"{str(run)!r}, which was {whose}; check the attention without a run, as by "
             "`stability check NAME`"
         )
@@ -64,9 +64,9 @@ def capture(run: Path, layer: int, step: int | None = None) -> AttentionInputs:
     steps = recorded_steps(paths)
     step = steps[-1] if step is None and steps else step
     if step not in steps:
-        raise ValueError(f"capture: step must be one of {steps}, got {step!r} in {run}")
+        raise ValueError(f"step must be one of {steps}, got {step!r} in {run}")
     if not 0 <= layer < config.model.depth:
-        raise ValueError(f"capture: layer must be from 0 to {config.model.depth - 1}, got {layer}")
+        raise ValueError(f"layer must be from 0 to {config.model.depth - 1}, got {layer}")
     weights = read_run_snapshot(paths, step)
     _check_size(paths, step, config.model, weights)
     recorders = [_Recorder() for _ in range(config.model.depth)]

@@ -65,9 +65,12 @@ def plan_fork(
     manifest = read_manifest(parent.manifest)
     config = from_dict(ArmConfig, manifest.config, str(parent.manifest))
     _check_step(parent, manifest, at)
-    until = until or config.train.steps
-    if not at < until <= config.train.steps:
-        raise ValueError(f"fork: until must be from {at + 1} to {config.train.steps}, got {until}")
+    last = config.train.steps
+    if at >= last:
+        raise ValueError(f"fork: at must be a step before the run's last, {last}, got {at}")
+    until = until or last
+    if not at < until <= last:
+        raise ValueError(f"fork: until must be from {at + 1} to {last}, got {until}")
     changed = override(config, changes, where="fork")
     # where the parent changes a part of the attention, the rest stays its baseline's
     if changed.attention != config.attention and not config.attention.is_partial:

@@ -234,7 +234,7 @@ def run_study(
     protocol, and for `jobs` below 1.
     """
     if jobs < 1:
-        raise ValueError(f"run_study: jobs must be >= 1, got {jobs}")
+        raise ValueError(f"jobs must be >= 1, got {jobs}")
     runs = plan_study(study, out)
     damaged = (
         _check_records(runs)

@@ -59,9 +59,7 @@ def resolve_mode(mode: WandbMode | None) -> WandbMode:
     if mode is not None or not chosen:
         return mode or "offline"
     if chosen not in _MODES:
-        raise ValueError(
-            f"resolve_mode: WANDB_MODE must be one of {', '.join(_MODES)}, got {chosen!r}; unset it"
-        )
+        raise ValueError(f"WANDB_MODE must be one of {', '.join(_MODES)}, got {chosen!r}; unset it")
     return _MODES[chosen]
 
 
@@ -112,14 +110,14 @@ def check_wandb(mode: WandbMode) -> None:
     found = [name for name in REFUSED if os.environ.get(name)]
     if found:
         raise ValueError(
-            f"check_wandb: {found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
+            f"{found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
             "on is joined to its first part by its own id"
         )
     try:
         import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
     except ImportError as error:
         raise ValueError(
-            f"check_wandb: W&B can't be imported: {error}; install wandb with all that it needs, "
+            f"W&B can't be imported: {error}; install wandb with all that it needs, "
             "or set WANDB_MODE=disabled"
         ) from error
 
@@ -130,19 +128,27 @@ def check_wandb(mode: WandbMode) -> None:
         set_up(wandb.Settings(mode=mode, silent=True))
     except (wandb.Error, ValueError) as error:
         raise ValueError(
-            f"check_wandb: a WANDB_* variable is no W&B setting: {error}; mend or unset it"
+            f"a WANDB_* variable is no W&B setting: {_reason(error)}; mend or unset it"
         ) from error
     if mode == "online":
         check_account()
+
+
+def _reason(error: Exception) -> str:
+    """Return what W&B refuses, in one line; of pydantic's error the setting and its value."""
+    if not hasattr(error, "errors"):
+        return str(error)
+    found = error.errors()  # pyright: ignore[reportAttributeAccessIssue]
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in found
+    )
 
 
 def check_not_offline() -> None:
     """Raise ValueError if WANDB_MODE says to stay away from the server, and no flag says else."""
     mode = os.environ.get("WANDB_MODE", "")
     if _MODES.get(mode, "online") != "online":
-        raise ValueError(
-            f"check_not_offline: WANDB_MODE must be online or unset, got {mode!r}; unset it"
-        )
+        raise ValueError(f"WANDB_MODE must be online or unset, got {mode!r}; unset it")
 
 
 def check_account() -> None:
@@ -158,6 +164,6 @@ def check_account() -> None:
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.Error, OSError) as error:
-        raise ValueError(f"check_account: {server} refuses: {error}; {instead}") from error
+        raise ValueError(f"W&B: {server} refuses: {error}; {instead}") from error
     if not known:
-        raise ValueError(f"check_account: no account is known at {server}; {instead}")
+        raise ValueError(f"W&B: no account is known at {server}; {instead}")

@@ -121,7 +121,7 @@ def build_workspace(
         from wandb_workspaces.expr import And, Metric
     except ImportError as error:
         raise ValueError(
-            "build_workspace: the package wandb-workspaces must be installed, is not: "
+            "the package wandb-workspaces must be installed, is not: "
             "pip install 'training-stability[workspace]'"
         ) from error
     sections = [

@@ -19,6 +19,7 @@ def my_kernels(tmp_path, monkeypatch):
     """A folder with a module of attentions, in which the command is called."""
     (tmp_path / "my_kernels_for_check.py").write_text(
         "import os\n"
+        "from math import fabs as rihgts\n"
         "from attention_kernels import baseline_attention\n"
         "def right(q, k, v, *, causal, scale=None):\n"
         "    print('tuning')\n"
@@ -39,6 +40,26 @@ def test_a_right_attention_of_ones_own_holds(my_kernels, capfd):
     report = json.loads(capfd.readouterr().out)  # the kernel's own lines are not in it
     assert report["passed"]
     assert report["cells"] == len({row["cell"] for row in report["statistics"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        # what it has imported comes after its own
+        ("rihgt", "nearest: right"),
+        ("baseline_atention", "nearest: baseline_attention"),
+        ("xyz", "nearest: right, unready, leaves"),
+    ],
+)
+def test_a_misspelt_function_is_told_of_those_that_its_module_defines(
+    my_kernels, capsys, name, said
+):
+    with pytest.raises(SystemExit):
+        main(["check", f"my_kernels_for_check:{name}"])
+    assert capsys.readouterr().err == (
+        f"stability: attention must be a function that my_kernels_for_check has, got {name!r}; "
+        f"{said}\n"
+    )
 
 
 def test_of_how_far_a_result_errs_one_line_is_printed_and_none_that_is_said_above(capsys):

@@ -111,12 +111,83 @@ def test_a_misspelt_option_names_the_nearest_of_its_verb(refuse, words, said):
     assert refuse(*words).endswith(f"{said}\n")
 
 
-def test_missing_study_file_is_refused(refuse):
-    assert "nowhere.yaml" in refuse("run", "nowhere.yaml")
+@pytest.mark.parametrize("verb", ["run", "estimate"])
+def test_a_missing_study_file_is_refused_and_those_that_are_there_are_named(
+    write_study, refuse, verb
+):
+    make = "`stability init` writes one, and `stability demo` needs none\n"
+    said = "must be a study's YAML file, got no such file; "
+    assert refuse(verb, "tiny.yaml") == f"stability: tiny.yaml: {said}{make}"
+    path = write_study()
+    line = refuse(verb, path.with_name("tinny.yaml"))
+    assert line.endswith(f"tinny.yaml: {said}nearest: {path}; {make}")
+    line = refuse(verb, path.parent)
+    assert f": must be a study's YAML file, got a folder; nearest: {path}" in line
+
+
+def test_a_key_of_the_base_is_given_without_its_group(write_study, refuse):
+    line = refuse("run", write_study(), "--base.train.steps", "5")
+    assert line == "stability: --base.train.steps must be given without base., as --train.steps\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            _base("attention", {"implementation": "flash", "numerics": {"blok_k": 3}}),
+            "base.attention.numerics.blok_k: no field 'blok_k'; nearest: block_k",
+        ),
+        (
+            _base("attention", {"implementation": "flash", "numerics": {"scores": "bf17"}}),
+            "base.attention.numerics.scores: scores must be a format, got 'bf17'; nearest: bf16",
+        ),
+        (
+            _base("precision", "emulated:e9"),
+            "base.precision: name must be a known format or eXmY",
+        ),
+        (
+            _base("optimizer.state", "bf17"),
+            "base.optimizer.state: name must be a known format or eXmY",
+        ),
+    ],
+)
+def test_a_mistake_in_the_yaml_is_told_of_its_key_and_of_no_function(
+    write_study, refuse, edit, said
+):
+    assert f"tiny.yaml: {said}" in refuse("run", write_study(edit))
+
+
+@pytest.mark.parametrize("text", ["hello", ""])
+def test_a_file_that_is_no_bundle_is_told_what_verify_takes(refuse, tmp_path, text):
+    (tmp_path / "study.bundle").write_text(text)
+    assert refuse("verify", "study.bundle") == (
+        "stability: verify: first must be the folder of a study or a run, or what `stability "
+        "export` writes, which ends in .tar.gz or .tgz, got the file 'study.bundle'\n"
+    )
+    assert refuse("verify", "studi.bundle") == (
+        "stability: studi.bundle: must exist; nearest: study.bundle\n"
+    )
+
+
+def test_a_damaged_bundle_is_told_how_to_get_a_whole_one(refuse, tmp_path):
+    (tmp_path / "study.bundle.tar.gz").write_text("garbage")
+    assert refuse("verify", "study.bundle.tar.gz") == (
+        "stability: study.bundle.tar.gz: must be a whole bundle: not a gzip file; copy it again, "
+        "or write it anew by `stability export STUDY`\n"
+    )
+
+
+def test_a_dashboard_of_no_folder_says_how_to_get_a_first_study(refuse, tmp_path):
+    said = "`stability run` makes one, and `stability demo` a first study in it\n"
+    line = refuse("dashboard", "nowhere")
+    assert line == f"stability: dashboard: runs must be a folder, got none at 'nowhere'; {said}"
+    (tmp_path / "file").touch()
+    assert "must be a folder, got a file at 'file'" in refuse("dashboard", "file")
 
 
 def test_showing_a_folder_without_a_study_is_refused(refuse, tmp_path):
     assert "study.json" in refuse("show", tmp_path)
+    assert "study.json or probe.json, got no such folder, 'nowhere'" in refuse("show", "nowhere")
 
 
 def test_overrides_are_told_from_options():

@@ -322,10 +322,10 @@ def test_attention_dropout_is_refused_in_training_only(name, field):
     model = tiny.TINY[name].build()
     setattr(model.config, field, 0.1)
     check_transformers(model.eval())
-    message = rf"check_transformers: config.{field} of \S+ must be 0 in training, got 0.1; build"
+    message = rf"model: config.{field} of \S+ must be 0 in training, got 0.1; build"
     with pytest.raises(ValueError, match=message):
         check_transformers(model.train())
-    with pytest.raises(ValueError, match="check_transformers: config"), shadow(model):
+    with pytest.raises(ValueError, match="model: config"), shadow(model):
         pass
 
 
