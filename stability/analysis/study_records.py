@@ -214,7 +214,7 @@ def _seeds(seeds: Sequence[int], path: Path) -> tuple[int, ...]:
     """Return the recorded seeds; ValueError for one that is listed, and would count, twice."""
     again = repeated(seeds)
     if again is not None:
-        raise ValueError(f"{path}: lists seed {again} twice, in {list(seeds)}")
+        raise ValueError(f"{path} lists seed {again} twice, in {list(seeds)}")
     return tuple(seeds)
 
 
@@ -280,7 +280,7 @@ def _read_arms(
     path = StudyPaths(study_dir).study
     again = repeated([arm["name"] for arm in arms])
     if again is not None:
-        raise ValueError(f"{path}: lists the arm {again!r} twice; it would count twice")
+        raise ValueError(f"{path} lists the arm {again!r} twice; it would count twice")
     arms_before = known.arms if known else ()
     before = {(arm.name, seed): run for arm in arms_before for seed, run in arm.runs.items()}
     wanted = [(arm["name"], seed) for arm in arms for seed in seeds]

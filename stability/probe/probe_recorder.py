@@ -71,7 +71,7 @@ class ProbeRecorder:
             self._go_on(first_step)
         elif os.path.lexists(self._folder / METRICS_FILE):
             raise ValueError(
-                f"ProbeRecorder: folder must hold no other log, got {str(self._folder)!r}, which "
+                f"folder must hold no other log, got {str(self._folder)!r}, which "
                 f"has {METRICS_FILE}; name another one"
             )
 
@@ -80,7 +80,7 @@ class ProbeRecorder:
         before = read_probe_record(self._folder)
         if not first_step:
             raise ValueError(
-                f"ProbeRecorder: folder must hold no probe yet, got {str(self._folder)!r}, which "
+                f"folder must hold no probe yet, got {str(self._folder)!r}, which "
                 f"has {PROBE_FILE}; name another one, or give first_step, the number of updates "
                 "made before, to go on with it"
             )
@@ -88,7 +88,7 @@ class ProbeRecorder:
             was, now = getattr(before, name), self._record[name]
             if was != now:
                 raise ValueError(
-                    f"ProbeRecorder: {self._folder} must be of the probe that goes on, its {name} "
+                    f"{self._folder} must be of the probe that goes on, its {name} "
                     f"is {was!r}, not {now!r}; name another folder"
                 )
         check_probe_log(self._folder, before)

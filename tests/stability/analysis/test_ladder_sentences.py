@@ -148,7 +148,7 @@ def test_controls_have_their_own_sentences(finished):
 
 
 def test_unknown_arm_is_refused_with_the_names(finished):
-    with pytest.raises(ValueError, match=r"arm must be one of baseline, rerun, .*got 'flash_fa9'"):
+    with pytest.raises(ValueError, match=r"^arm must be one of baseline, rerun, .*got 'flash_fa9'"):
         sentence(ladder_of(read_study(finished)), "flash_fa9")
 
 

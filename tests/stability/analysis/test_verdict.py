@@ -456,7 +456,7 @@ def test_the_command_prints_the_answer_first_at_80_columns(study, capsys):
     [
         (["--max-excess", "0.9"], "max_excess must be above 1"),
         (["--margin-nats", "0"], "margin_nats must be > 0 and finite, got 0"),
-        (["--alpha", "0.7"], "alpha must be in"),
+        (["--alpha", "0.7"], "stability: verdict: alpha must be in"),
     ],
 )
 def test_a_limit_that_is_none_is_refused(study, capsys, arguments, message):

@@ -173,6 +173,8 @@ def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
         (["--record", "--waterfall"], "record must be given with waterfall and checkpoint"),
         (["--qkv", "a", "--checkpoint", "b"], "qkv and checkpoint must not both be given"),
         (["--checkpoint", "nowhere"], "checkpoint must be a run's folder, got 'nowhere'"),
+        (["--set", "softmx=fp16"], "no field 'softmx'; nearest: dot"),
+        (["--format", "bf17"], "operands must be a format, got 'bf17'; nearest: bf16"),
         (["--waterfall", "--length", "32,64"], "waterfall takes one point, got 2 combinations"),
     ],
 )
@@ -180,4 +182,17 @@ def test_bad_input_is_refused_before_any_work(capsys, words, message):
     with pytest.raises(SystemExit) as stop:
         main(["deviate", *words])
     assert stop.value.code == 2
-    assert message in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"stability: deviate: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--qkv", "nowhere"], "qkv must be a safetensors file, got 'nowhere'; no such file"),
+        (["--distribution", "norml"], "distribution must be one of normal, outliers, uniform, la"),
+    ],
+)
+def test_an_error_names_the_option_and_no_function(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["deviate", *words])
+    assert capsys.readouterr().err.startswith(f"stability: {message}")

@@ -239,7 +239,10 @@ def test_a_series_that_begins_later_has_an_unknown_start_and_lacks_nothing(
 def test_of_an_adopted_run_no_inputs_can_be_had(tmp_path: Path) -> None:
     words = [f"{arm}={as_folders(tmp_path / arm, states())}" for arm in ("baseline", "x")]
     assert adopted(tmp_path, *words) == 0
-    with pytest.raises(ValueError, match="which was adopted from checkpoints; check the attention"):
+    with pytest.raises(
+        ValueError,
+        match=r"^run must be one .*, which was adopted from checkpoints; check the attention",
+    ):
         capture(run_of(tmp_path, "x").root, 0)
 
 

@@ -203,6 +203,7 @@ def test_a_fork_may_stop_early_at_the_same_learning_rates(parent):
             (4, {"train": {"steps": 30}}, 0, "train.steps must be 10 as in the baseline, is 30"),
             (4, {"attention": {"implementation": "flesh"}}, 0, "got 'flesh'; nearest: flash"),
             (4, {}, 3, "until must be from 5 to 10, got 3"),
+            (10, {}, 0, "at must be a step before the run's last, 10, got 10"),
         ],
     ),
 )
@@ -328,7 +329,15 @@ def test_bisecting_names_the_rounding_point(parent, capsys):
         (["--at", "4", "--set", "precision=32-true"], "changes must be of the attention, got prec"),
         (["--at", "4", "--over", "points", "--set", "attention.profile=plain"], "needs a change"),
         (["--at", "4", "--until", "9", "--set", "attention.implementation=flash"], "7, 10"),
-        (["--at", "10", "--set", "attention.implementation=flash"], "has none"),
+        (
+            ["--at", "10", "--set", "attention.implementation=flash"],
+            "bisect: at must be a step with a snapshot after it, got 10; ",
+        ),
+        (["--at", "4"], "of the attention, got none; e.g. --set attention.profile=fa3"),
+        (
+            ["--at", "4", "--set", "attention=flash"],
+            "--set must name a part of the attention, as attention.implementation=flash or ",
+        ),
         (["--at", "4", "--over", "points", "--set", "attention.implementation=flash"], "sets none"),
     ],
 )

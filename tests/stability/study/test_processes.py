@@ -200,7 +200,7 @@ def _end_one(arm, observer):
 
 
 def test_no_jobs_are_refused(write_study, run_tiny, tmp_path):
-    with pytest.raises(ValueError, match="jobs must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=r"^jobs must be >= 1, got 0"):
         run_tiny(load_study(write_study(_three)), tmp_path, jobs=0)
     assert not list(tmp_path.glob("tiny/*"))
 

@@ -33,7 +33,7 @@ def test_the_environment_replaces_the_default_alone(monkeypatch, argument, varia
 
 def test_an_unknown_word_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offlien")
-    with pytest.raises(ValueError, match=r"WANDB_MODE must be one of offline, .* got 'offlien'"):
+    with pytest.raises(ValueError, match=r"^WANDB_MODE must be one of offline, .* got 'offlien'"):
         resolve_mode(None)
 
 
@@ -92,7 +92,10 @@ def test_a_variable_that_is_no_setting_of_w_and_b_is_named(tmp_path):
 def test_online_without_an_account_is_refused_and_says_what_to_do(tmp_path):
     code = "from stability.tracking.environment import check_wandb as c; c('online')"
     done = _run(code, HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9")
-    assert "no account is known at http://127.0.0.1:9; run `wandb login` or set" in done.stderr
+    assert (
+        "ValueError: W&B: no account is known at http://127.0.0.1:9; run `wandb login` or set"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("variable", ["offline", "disabled"])
@@ -101,7 +104,10 @@ def test_online_that_is_asked_for_is_online_whatever_the_environment_says(tmp_pa
     server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_MODE": variable}
     done = _run(code, HOME=str(tmp_path), **server)
     # it goes as far as to look for an account
-    assert "no account is known at http://127.0.0.1:9; run `wandb login` or set" in done.stderr
+    assert (
+        "ValueError: W&B: no account is known at http://127.0.0.1:9; run `wandb login` or set"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

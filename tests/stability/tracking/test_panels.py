@@ -1,6 +1,8 @@
 """A study's workspace: every panel shows what the study has logged, and the package builds it."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -104,7 +106,20 @@ def test_offline_it_says_what_to_do(folder, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "offline")
     with pytest.raises(SystemExit, match="2"):
         main(["workspace", str(folder)])
-    assert "WANDB_MODE must be online or unset, got 'offline'" in capsys.readouterr().err
+    said = "stability: WANDB_MODE must be online or unset, got 'offline'"
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_variable_that_is_no_setting_is_told_without_the_words_of_pydantic(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "stability.cli.main", "workspace", str(folder)],
+        env={**os.environ, "WANDB_BASE_URL": "nonsense"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("stability: a WANDB_* variable is no W&B setting: base_url: ")
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path, capsys):

@@ -237,7 +237,9 @@ def test_what_can_not_be_drawn_is_refused_and_nothing_is_written(
     with pytest.raises(SystemExit) as stop:
         main(["figure", str(tmp_path), *words])
     assert stop.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert re.search(message, said)
+    assert not re.match("stability: (write|draw)_", said), "nobody has typed that function's name"
     assert sorted(tmp_path.rglob("*")) == before
 
 

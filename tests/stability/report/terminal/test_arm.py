@@ -134,9 +134,8 @@ def test_an_unknown_arm_is_refused_with_the_nearest(finished, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["show", str(finished), "flash_fa3"])
     assert stop.value.code == 2
-    assert "arm must be one of the study's 7, got 'flash_fa3'; nearest: flash_fa2" in (
-        capsys.readouterr().err
-    )
+    said = "stability: arm must be one of the study's 7, got 'flash_fa3'; nearest: flash_fa2"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_the_baseline_and_an_arm_that_has_not_begun_are_shown(synthetic, finished, tmp_path):
