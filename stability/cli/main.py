@@ -92,6 +92,8 @@ class _Parser(jsonargparse.ArgumentParser):
     """Whether the verb takes a command, and none was given after `--`."""
     options: Sequence[str] = ()
     """The verb's long options, as its help names them."""
+    places: Sequence[str] = ()
+    """What the verb takes by its place, as if it were a long option."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         unknown = message.partition(_UNKNOWN)[2]
@@ -100,7 +102,7 @@ class _Parser(jsonargparse.ArgumentParser):
         elif self.takes_command and unknown and not unknown.startswith("-"):
             message += "; a command comes last, after ` -- `, as in `-- python train.py`"
         else:
-            message += _did_you_mean(unknown, self.options, self.prog)
+            message += _did_you_mean(unknown, self)
         _fail(_in_plain_words(message))
 
     def _must_be_given(self, names: Sequence[str]) -> str:
@@ -167,9 +169,12 @@ def _answer(words: list[str]) -> int:
         sys.stdout.write(f"stability {__version__}\n")
         return HOLDS
     verb, *rest = words
+    if verb == "help":
+        return _answer([*rest[:1], "--help"])
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4) or list(VERBS)
-        _fail(f"no verb {verb!r}; nearest: {', '.join(near)}")
+        near = ", ".join(difflib.get_close_matches(verb, VERBS, n=3, cutoff=0.4))
+        near = f"nearest: {near}; " if near else ""
+        _fail(f"no verb {verb!r}; {near}`stability --help` lists them all")
     return _try_verb(verb, rest)
 
 
@@ -231,6 +236,7 @@ def _run_verb(verb: str, words: list[str]) -> int:
     names = inspect.signature(command).parameters
     parser.takes_command = "words" in names and "--" not in words
     parser.options = _long_options(names)
+    parser.places = [f"--{name}" for name, given in names.items() if given.default is given.empty]
     further: dict[str, Any] = {}
     parser.epilog = end_of_help(verb)
     if "split_options" in vars(module):
@@ -336,17 +342,23 @@ def _long_options(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     ]
 
 
-def _did_you_mean(unknown: str, options: Sequence[str], command: str) -> str:
-    """Return "; did you mean --quick?" for `unknown` words as "--quik", or where `command` lists.
-
-    Empty where no word is a long option.
-    """
+def _did_you_mean(unknown: str, parser: _Parser) -> str:
+    """Return "; did you mean --quick?" for `unknown` words as "--quik", or what else to do."""
+    if not unknown:
+        return ""
     names = [word.partition("=")[0].replace("_", "-") for word in unknown.split()]
     names = [name for name in names if name.startswith("--")]
-    near = [x for name in names for x in difflib.get_close_matches(name, options, 1, cutoff=0.7)]
+    placed = [name[2:] for name in names if name in parser.places]
+    if placed:
+        verb = parser.prog.rpartition(" ")[2]
+        return f"; {' and '.join(placed)} must be given by place, as in `{EXAMPLES[verb]}`"
+    near = [
+        x for name in names for x in difflib.get_close_matches(name, parser.options, 1, cutoff=0.7)
+    ]
     if near:
         return f"; did you mean {', '.join(dict.fromkeys(near))}?"
-    return f"; its options are listed by `{command} --help`" if names else ""
+    what = "its options are" if names else "what it takes is"
+    return f"; {what} listed by `{parser.prog} --help`"
 
 
 def _overview() -> str:

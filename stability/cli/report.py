@@ -107,7 +107,7 @@ def dashboard(
     folder = Path("runs") if runs is None else runs
     if not folder.is_dir():
         raise ValueError(
-            f"dashboard: runs must be a folder, got {'a file' if folder.exists() else 'none'} at "
+            f"dashboard: runs must be a folder, got {'the file ' if folder.exists() else ''}"
             f"{str(folder)!r}; `stability run` makes one, and `stability demo` a first study in it"
         )
     # as light as its arguments until they are known to be right

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from stability.cli.output import HOLDS, print_json, print_line
 from stability.config.load import read_mapping
 from stability.records.paths import StudyPaths
+from stability.records.study_file import studies_near
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,9 +55,10 @@ def _folders(study: Path | None, out: Path) -> list[Path]:
         raise ValueError(f"status: {out} must hold a study, has none; `stability run` makes one")
     for folder in found:
         if not StudyPaths(folder).study.is_file():
+            near = studies_near(folder) or "`stability run` begins it"
             raise ValueError(
                 f"status: study must be the folder of a study or its YAML file, got {str(folder)!r}"
-                ", where no run has begun; `stability run` begins it"
+                f", where no run has begun; {near}"
             )
     return found
 

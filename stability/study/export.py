@@ -47,7 +47,8 @@ def copy_records(study: Path, to: Path, *, weights: bool) -> None:
     runs = list_runs(study)
     if not runs:
         near = f"; {near}" if (near := studies_near(study)) else ""
-        raise ValueError(f"{study}: must be the folder of a study, got one without runs{near}")
+        got = "one without runs" if study.is_dir() else "a file"
+        raise ValueError(f"{study}: must be the folder of a study, got {got}{near}")
     for run in (*runs, RunPaths(study)):
         if is_held(run):
             raise ValueError(f"{run.root}: must not be in training; wait for it, or stop it")

@@ -83,7 +83,9 @@ def test_override_without_value_is_refused(write_study, refuse):
 
 
 def test_unknown_verb_names_the_nearest(refuse):
-    assert "'rum'; nearest: run" in refuse("rum")
+    assert "'rum'; nearest: run; `stability --help` lists them all\n" in refuse("rum")
+    # like none of them
+    assert refuse("-v") == "stability: no verb '-v'; `stability --help` lists them all\n"
 
 
 def test_unknown_option_is_refused(write_study, refuse):
@@ -101,8 +103,14 @@ def test_unknown_option_is_refused(write_study, refuse):
         # what is given by its place alone is no option
         (
             ("compare", "--a", "x", "--b", "y"),
-            "its options are listed by `stability compare --help`",
+            "; a and b must be given by place, as in `stability compare one.safetensors "
+            "other.safetensors`",
         ),
+        (
+            ("compare", "x", "y", "--c", "z"),
+            "; its options are listed by `stability compare --help`",
+        ),
+        (("show", "x", "y", "z"), ": z; what it takes is listed by `stability show --help`"),
         (("run", "study.yaml", "--quik"), "; its options are listed by `stability run --help`"),
     ],
 )
@@ -164,8 +172,8 @@ def test_a_file_that_is_no_bundle_is_told_what_verify_takes(refuse, tmp_path, te
         "stability: verify: first must be the folder of a study or a run, or what `stability "
         "export` writes, which ends in .tar.gz or .tgz, got the file 'study.bundle'\n"
     )
-    assert refuse("verify", "studi.bundle") == (
-        "stability: studi.bundle: must exist; nearest: study.bundle\n"
+    assert refuse("verify", "study.tar") == (
+        "stability: study.tar: must exist; nearest: study.bundle\n"
     )
 
 
@@ -180,9 +188,9 @@ def test_a_damaged_bundle_is_told_how_to_get_a_whole_one(refuse, tmp_path):
 def test_a_dashboard_of_no_folder_says_how_to_get_a_first_study(refuse, tmp_path):
     said = "`stability run` makes one, and `stability demo` a first study in it\n"
     line = refuse("dashboard", "nowhere")
-    assert line == f"stability: dashboard: runs must be a folder, got none at 'nowhere'; {said}"
+    assert line == f"stability: dashboard: runs must be a folder, got 'nowhere'; {said}"
     (tmp_path / "file").touch()
-    assert "must be a folder, got a file at 'file'" in refuse("dashboard", "file")
+    assert "must be a folder, got the file 'file'" in refuse("dashboard", "file")
 
 
 def test_showing_a_folder_without_a_study_is_refused(refuse, tmp_path):

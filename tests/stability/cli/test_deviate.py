@@ -189,7 +189,7 @@ def test_bad_input_is_refused_before_any_work(capsys, words, message):
     ("words", "message"),
     [
         (["--qkv", "nowhere"], "qkv must be a safetensors file, got 'nowhere'; no such file"),
-        (["--distribution", "norml"], "distribution must be one of normal, outliers, uniform, la"),
+        (["--distribution", "nrmal"], "distribution must be one of normal, outliers, uniform, la"),
     ],
 )
 def test_an_error_names_the_option_and_no_function(capsys, words, message):

@@ -137,6 +137,9 @@ def test_a_bundle_behind_a_signature_is_verified_and_the_signature_is_not_shown(
 def test_a_study_that_is_not_there_is_named(tmp_path, capsys):
     assert code_of("export", tmp_path / "runs" / "mine") == 2
     assert "runs/mine: must exist; nearest: no folder" in capsys.readouterr().err
+    (tmp_path / "study.yaml").touch()
+    assert code_of("export", tmp_path / "study.yaml") == 2
+    assert "study.yaml: must be the folder of a study, got a file\n" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

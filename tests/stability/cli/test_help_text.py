@@ -1,5 +1,6 @@
 """The help of each verb: for people, within 80 columns, with an example that is right."""
 
+import contextlib
 import re
 import shlex
 
@@ -51,6 +52,16 @@ def test_an_example_is_of_its_verb_and_taken_by_its_parser(verb):
     assert words[1:] or verb == "doctor"
     taken = parsed(words)
     assert taken or verb == "doctor"
+
+
+def test_help_may_be_asked_for_by_a_word(capsys):
+    for words in (["help"], ["help", "show"]):
+        said = []
+        for asked in (words, [*words[1:], "--help"]):
+            with contextlib.suppress(SystemExit):
+                assert main(asked) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1] != ""
 
 
 def test_the_list_of_verbs_and_exit_codes_fits(capsys):

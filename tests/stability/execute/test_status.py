@@ -94,3 +94,11 @@ def test_where_nothing_has_begun_is_said(tmp_path, capsys, words, said):
     with pytest.raises(SystemExit, match="2"):
         main(["status", *words, "--out", str(tmp_path)])
     assert said in capsys.readouterr().err
+
+
+def test_of_a_misspelt_study_the_nearest_is_named(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "study.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        main(["status", str(tmp_path / "mime")])
+    assert f"where no run has begun; nearest: {tmp_path / 'mine'}" in capsys.readouterr().err
