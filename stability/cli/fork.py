@@ -73,6 +73,7 @@ def fork(
             f"fork: {run}: is a run of our own trainer: give --at with a step that it keeps a "
             "checkpoint of, and no --start, --resume or --change"
         )
+    _check_attention(changes)
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
     from stability.report.terminal.pairs import print_fork
@@ -118,6 +119,7 @@ def bisect(
             f"bisect: {run}: must be a run of our own trainer, is one of a command, whose layers "
             "can't be changed one by one"
         )
+    _check_attention(changes)
     from rich.console import Console  # heavy, and the rest needs torch and Lightning
 
     from stability.report.terminal.pairs import print_halvings
@@ -147,6 +149,16 @@ def bisect(
     return HOLDS
 
 
+def _check_attention(changes: dict[str, Any] | None) -> None:
+    """Raise ValueError for an attention that is set by a name: of a command alone it is one."""
+    given = (changes or {}).get("attention", {})
+    if isinstance(given, str):
+        raise ValueError(
+            "--set must name a part of the attention, as attention.implementation=flash or "
+            f"attention.profile=fa2, got attention={given}"
+        )
+
+
 def option_help() -> str:
     """Return the line of the verbs' help on the options that `split_options` takes."""
     return "--set KEY=VALUE  what is changed, e.g. attention.profile=fa2, flags.lr=0.1; repeatable"
@@ -171,11 +183,6 @@ def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not (key and equals and value):
             raise ValueError(f"--set must be KEY=VALUE, e.g. attention.profile=fa2, got {text!r}")
         nested = parse_value(value)
-        if key == "attention" and isinstance(nested, str):
-            raise ValueError(
-                "--set must name a part of the attention, as attention.implementation=flash or "
-                f"attention.profile=fa2, got {text!r}"
-            )
         for part in reversed(key.split(".")):
             nested = {part: nested}
         changes = merge(changes, nested)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from stability.cli.fork import split_options
 from stability.records.manifest import Manifest, read_manifest, write_manifest
 from stability.records.metric_log import read_text
 from stability.records.metric_names import BATCH_HASH
@@ -288,3 +289,10 @@ def test_several_flags_are_one_change_where_that_is_declared(forked: Forked) -> 
     shutil.copy(forked.parent.manifest, again.manifest)
     further, _ = plan_command_fork(again, start, {}, resume=RESUME[1])
     assert further.folder.parent == forked.study / "forks"
+
+
+def test_of_a_command_an_attention_is_set_by_its_name():
+    """Of our own trainer it has parts, and a name alone is refused there."""
+    assert split_options(["--set", "attention=flash:fa2"])[1] == {
+        "changes": {"attention": "flash:fa2"}
+    }
