@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stability.analysis.pair_contract import prove_pair
 from stability.config.load import load_study
 from stability.config.parallel import ParallelConfig
-from stability.config.schema import AttentionConfig
+from stability.config.schema import AttentionConfig, SeedConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.layouts import check_layout
 from stability.model.ranks import ALONE, PATIENCE, Ranks
@@ -130,6 +130,27 @@ def test_by_a_recipe_replicas_and_shards_end_in_the_bits_of_accumulation(base):
         assert same_bits(first[name], one["parts"]), name
         assert same_bits(second[name], first[name])
     assert not same_bits(one["parts"], one["one"]), "tokens of other parts have other blocks"
+
+
+@pytest.mark.slow
+def test_attention_that_rounds_by_chance_draws_the_same_bits_under_every_layout(base):
+    """In FP64, where layouts differ by less than a draw; each rank says where its part begins."""
+    numerics = {"rounding": "stochastic", "accumulator": "bf16"}
+    own = replace(
+        base,
+        precision="64-true",
+        attention=AttentionConfig(implementation="flash", numerics=numerics),
+    )
+    parts = replace(own, parallel=ParallelConfig(accumulate=2))
+    # the same weights and batches, and other draws
+    other = replace(own, seed=SeedConfig(base=1, init_offset=-1, order_offset=-1))
+    one = train_all({"one": own, "parts": parts, "other": other}, ALONE)
+    layouts = {name: TWO[name] for name in ("ddp", "fsdp", "tensor", "sequence")}
+    runs = call_over_ranks(2, train_all, laid_out(own, layouts))[0]
+    drawn = distance(one["other"], one["one"])
+    assert drawn > 1e-6
+    for name, run in {"parts": one["parts"], **runs}.items():
+        assert distance(run, one["one"]) < 1e-6 * drawn, name
 
 
 @pytest.mark.slow
