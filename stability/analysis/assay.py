@@ -267,7 +267,7 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
         "ratio_high",
         lambda value: f"a gradient that errs over {value:.3g} times as far",
     ),
-    ("training", "excess_high", lambda value: f"E {value:.3g}" if value else "any E above 0"),
+    ("training", "excess_high", lambda value: f"E {value:.2f}" if value else "any E above 0"),
     ("outcome", "difference_high", _loss_beyond),
 )
 """Level, the figure that is the far end of its interval, and how it is said; a head's only where

@@ -14,7 +14,7 @@ from stability.analysis.evidence import Level, LevelEvidence, agreeing, listed
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.metric_names import parse_deviation
 
-__all__ = ["gaining", "more_looks", "outlook", "unmeasured"]
+__all__ = ["gaining", "more_looks", "next_look_is_at", "outlook", "unmeasured"]
 
 _EVERY: dict[Level, str] = {"operator": "every", "gradient": "gradient_every"}
 """The levels that are judged over looks, and the probe's setting of how often each is made."""
@@ -50,7 +50,14 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
     if not next_look:
         return "this was the last look"
     but = f", which add nothing at {listed(rest)}" if rest else ""
-    return f"the next look is at {next_look} seeds{but}"
+    return f"{next_look_is_at(next_look)}{but}"
+
+
+def next_look_is_at(seeds: int | None) -> str:
+    """Return how many seeds the next look is at, and how they are trained; empty without one."""
+    return (
+        f"the next look is at {seeds} seeds (`stability run` with --seeds {seeds})" if seeds else ""
+    )
 
 
 def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:

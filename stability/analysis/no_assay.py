@@ -9,6 +9,7 @@ run. Leaves out the faults that are planted on a candidate (`assay`).
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from stability.analysis.more_looks import next_look_is_at
 from stability.analysis.sequential import LOOKS
 from stability.analysis.unseen_harm import HARDLY
 
@@ -67,8 +68,7 @@ def to_show_harm(
     said = [f"more seeds alone do not end NO ASSAY: {', and '.join(todo)}"] if todo else []
     if later:
         said.append(
-            f"the next look is at {next_look} seeds, which may show the harm of "
-            f"{' and '.join(later)}"
+            f"{next_look_is_at(next_look)}, which may show the harm of {' and '.join(later)}"
         )
     return "; ".join(said)
 

@@ -100,7 +100,7 @@ def left_out_note(study: RecordedStudy, step: int) -> str:
         return ""
     return (
         f"Drift is over all weights. E leaves out values that noise alone moves, {count:,} at step "
-        f"{step}: arms that drift alike may differ in E."
+        f"{step}: arms that drift alike may differ in E, and where chaos hides a drift E may tell."
     )
 
 

@@ -27,7 +27,7 @@ from stability.analysis.drift_notes import unproven_clause
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, listed, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import baseline_lost, where_lost
-from stability.analysis.more_looks import gaining, more_looks, outlook, unmeasured
+from stability.analysis.more_looks import gaining, more_looks, next_look_is_at, outlook, unmeasured
 from stability.analysis.no_assay import to_show_harm, unseen
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
@@ -153,12 +153,12 @@ class StudyVerdict:
         if self.look and missing and all(missing):
             # a FAIL may come of more seeds all the same
             gains = self.next_look and any(arm.gains for arm in self.candidates)
-            next_look = [f"the next look is at {self.next_look} seeds"] if gains else []
+            next_look = [next_look_is_at(self.next_look)] if gains else []
             return "; ".join(dict.fromkeys([*missing, *next_look]))
         states = {one.state for arm in self.candidates for one in arm.levels.values()}
         if self.look and "undecided" in states and not any(arm.gains for arm in self.candidates):
             return "more seeds add nothing to what is undecided"
-        return f"the next look is at {self.next_look} seeds" if self.next_look else ""
+        return next_look_is_at(self.next_look)
 
     @property
     def candidates(self) -> tuple[ArmVerdict, ...]:

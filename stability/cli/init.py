@@ -151,6 +151,11 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
     """Print what comes next, with the study in the file `to`, which lacks the arms `missing`."""
     if attention and not attention.startswith("sdpa:"):
         print_line(f"first, its numbers alone, in seconds: stability check {attention} --quick")
+    if attention.startswith("flash"):
+        print_line(
+            f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
+        )
+        print_line("  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION")
     todo = " and ".join(missing)
     print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
     if "a candidate" in missing and _A_REFERENCE not in missing:

@@ -20,6 +20,7 @@ from stability.records.paths import RunPaths
 from stability.report.terminal.verdict import verdict_lines
 from tests.stability.analysis.test_advice import of
 
+NEXT = "the next look is at 5 seeds (`stability run` with --seeds 5)"
 ANEW = "in a study of another name"
 NONE = "more seeds add none, since only the first is looked at"
 
@@ -138,14 +139,14 @@ def _judge(study, found):
         ),
         (
             ["operator", "gradient", "training"],
-            "the operator, gradient and training levels are undecided; the next look is at 5 "
-            "seeds, which add nothing at the operator and gradient levels",
-            "the next look is at 5 seeds",
+            f"the operator, gradient and training levels are undecided; {NEXT}, which add nothing "
+            "at the operator and gradient levels",
+            NEXT,
         ),
         (
             ["outcome"],
-            "the outcome level is undecided; the next look is at 5 seeds",
-            "the next look is at 5 seeds",
+            f"the outcome level is undecided; {NEXT}",
+            NEXT,
         ),
     ],
     ids=["operator-alone", "three-levels", "outcome-alone"],
@@ -167,7 +168,7 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
         (
             _evidence("harmed", 1e-9, 1.0),
             "decided, which ends the plan: no more seeds are needed",
-            "the next look is at 5 seeds",
+            NEXT,
         ),
         # held, and yet no answer: there is no arm by which harm is shown to be seen
         (HOLDS, ADD_BROKEN, ADD_BROKEN),
@@ -181,7 +182,7 @@ def test_an_answer_that_was_decided_ends_the_plan(study, found, outlook, open_ou
     assert shown.endswith(f"{outlook}.")
     one = replace(judged.arms[0], outcome="INCONCLUSIVE", arm="other")
     both = replace(judged, arms=(*judged.arms, one))
-    assert both.outlook == "the next look is at 5 seeds", "of two one is open"
+    assert both.outlook == NEXT, "of two one is open"
     changed = replace(judged, exploratory=("the seeds",))
     assert changed.outlook == open_outlook, "what is exploratory decides nothing"
 
@@ -204,7 +205,7 @@ def test_what_is_not_measured_is_said_and_no_look_that_would_not_measure_it(stud
         "no PASS while the outcome level is not measured"
     )
     half_open = replace(judged.arms[0], gains=("training",))
-    assert replace(judged, arms=(half_open,)).outlook == f"{said}; the next look is at 5 seeds"
+    assert replace(judged, arms=(half_open,)).outlook == f"{said}; {NEXT}"
     open_arm = replace(judged.arms[0], levels=OPEN, arm="other")
     both = replace(judged, arms=(*judged.arms, open_arm))
     assert "not measured" not in both.outlook, "more seeds may decide the other"
@@ -217,7 +218,7 @@ def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):
     all_of_them = _looked_at_in(study, (0, 1, 2))
     judged = _judge(all_of_them, levels)
     said = judged.arm("flash_fa2").sentence
-    assert said.endswith(f"; the next look is at 5 seeds{WITHOUT_BROKEN}")
+    assert said.endswith(f"; {NEXT}{WITHOUT_BROKEN}")
 
 
 def _looked_at_in(study, seeds):

@@ -18,6 +18,7 @@ from tests.stability.analysis.test_verdict import (
     with_broken,
 )
 
+NEXT = "the next look is at 5 seeds (`stability run` with --seeds 5)"
 BREAK = (
     "break flash_all_bf16 by a larger error, in a study of another name unless its runs are "
     "recorded one by one"
@@ -40,7 +41,7 @@ def study(synthetic, tmp_path):
             "undecided",
             "20 seeds",
             SENSITIVE,
-            "the next look is at 5 seeds, which may show the harm of flash_all_bf16",
+            f"{NEXT}, which may show the harm of flash_all_bf16",
         ),
         (
             "undecided",
@@ -54,8 +55,8 @@ def study(synthetic, tmp_path):
             "undecided",
             "20 seeds",
             NO_SCALE,
-            f"more seeds alone do not end NO ASSAY: {ASK}; the next look is at 5 seeds, which may "
-            "show the harm of flash_all_bf16",
+            f"more seeds alone do not end NO ASSAY: {ASK}; {NEXT}, which may show the harm of "
+            "flash_all_bf16",
         ),
     ],
 )

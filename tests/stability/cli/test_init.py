@@ -264,8 +264,11 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     assert said.endswith(
         "every run ends after 20 updates, as init's --steps says\n"
         "first, its numbers alone, in seconds: stability check flash:fa2 --quick\n"
+        "flash:fa2 is this package's own kernel, on a CPU its twin in PyTorch: of another\n"
+        "  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION\n"
         "study.yaml: stability run study.yaml\n"
         "how long that takes, and what a PASS lacks: stability estimate study.yaml\n"
+        "explained, step by step: stability docs your_own_training\n"
     ), "nothing is left to be filled in"
     arms = [x.name for x in expand_commands(load_command_study(tmp_path / "study.yaml"))]
     assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
