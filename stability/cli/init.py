@@ -134,7 +134,12 @@ def init(
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
-    written = text(is_seeded=is_seeded, has_reference=not why_not, has_gradient=trials.has_gradient)
+    written = text(
+        is_seeded=is_seeded,
+        has_reference=not why_not,
+        has_gradient=trials.has_gradient,
+        has_loss=_has_loss(found.resolved),
+    )
     write_text(to, written)
     told = {"env": env or {}, **arms}
     if masked_words(given) != given or masked_values(told) != told:
@@ -166,6 +171,13 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
         print_line("  autocast, by one flag of its own; without one there is no PASS")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
     print_line("explained, step by step: stability docs your_own_training")
+
+
+def _has_loss(found: Mapping[str, Any]) -> bool:
+    """Return whether the trial has seen a held-out loss, or one may be seen in longer runs."""
+    from stability.recorder.held_out import NO_LOSS  # heavy
+
+    return not any(note.startswith(NO_LOSS) for note in found["notes"])
 
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:

@@ -56,6 +56,12 @@ _PLANTED = """\
     attention: {name}+out_gain_1pct
     probe: *looked
 """
+_HELD_OUT = """\
+  # there is no PASS without a held-out loss; of a script that evaluates none name a function that
+  # does: `def loss(model):` in losses.py beside it, which returns the mean loss on text that is
+  # never trained on, and is called in evaluation mode, without gradients and autocast
+  # held_out: losses:loss
+"""
 _REFERENCE = """\
   # the baseline one precision higher, from which both sides' distances are measured: beside BF16 by
   # autocast FP32, on weights of the same dtype
@@ -105,14 +111,16 @@ def study_text(
     attention: str = "",
     has_reference: bool = True,
     has_gradient: bool = True,
+    has_loss: bool = True,
     arms: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
     `is_seeded`: whether seeds differ; `attention`: what is in question, if it is one;
     `has_reference`: whether a reference is written where a flag is known; `has_gradient`: whether
-    the gradient of the whole model can be looked at; `arms`: the flags of a candidate and of a
-    broken arm, where they are given.
+    the gradient of the whole model can be looked at; `has_loss`: whether the script was seen to
+    evaluate held-out text, else there is a place for a function that does; `arms`: the flags of a
+    candidate and of a broken arm, where they are given.
     """
     parts = parts_of(words)
     seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"
@@ -132,7 +140,7 @@ def study_text(
     return f"""name: {name}
 question: Does the candidate matter?
 
-{said}
+{said}{"" if has_loss else _HELD_OUT}
 arms:
   # the base is the baseline: the low precision, as BF16, whose own error a verdict measures by;
   # with FP32 as the baseline a nudge is as far as that error, and no step can be judged

@@ -257,7 +257,7 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--attention", "flash:fa2", "--", sys.executable, str(SCRIPTS / "evaluates.py")]
-    words += ["--seed", "0", "--bf16"]
+    words += ["--seed", "0", "--bf16", "--evaluate-every", "1"]
     assert code_of("init", "--steps", "20", *words, "--kind", "tuple") == 0
     said = capsys.readouterr().out
     assert "2 attention calls were replaced by flash:fa2" in said
@@ -270,6 +270,7 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
         "how long that takes, and what a PASS lacks: stability estimate study.yaml\n"
         "explained, step by step: stability docs your_own_training\n"
     ), "nothing is left to be filled in"
+    assert "held_out" not in (tmp_path / "study.yaml").read_text(), "the script evaluates"
     arms = [x.name for x in expand_commands(load_command_study(tmp_path / "study.yaml"))]
     assert arms == ["baseline", "fa2", "broken", "reference", "rerun", "nudge"]
 
@@ -345,6 +346,11 @@ def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     said = capsys.readouterr().out
     assert "study.yaml: fill in a candidate and a broken arm, then: stability run" in said
     assert "how long that takes, and what a PASS lacks: stability estimate study.yaml" in said
+    written = (tmp_path / "study.yaml").read_text()
+    assert "\n  # held_out: losses:loss\n" in written
+    filled = tmp_path / "filled.yaml"
+    filled.write_text(written.replace("  # held_out: losses:loss", "  held_out: losses:loss"))
+    assert load_command_study(filled).base.held_out == "losses:loss"
     assert "stability check" not in said, "no attention is in question"
     assert "a reference is" not in said, "it is written"
     assert "every run ends after 100 updates, since the command names none that was found" in said
