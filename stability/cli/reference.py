@@ -110,7 +110,7 @@ def _type_text(field: dataclasses.Field) -> str:
 def _default_text(field: dataclasses.Field) -> str:
     default = _default(field)
     if default is dataclasses.MISSING:
-        return "**given**"
+        return "**required**"
     if dataclasses.is_dataclass(default):
         return "its own"
     return f"`{_in_cell(repr(_in_short(default)))}`"
@@ -195,7 +195,9 @@ def _of_one_parameter(drifts: Mapping[str, Any]) -> dict[str, str]:
     """Return what drifts are, whose labels in charts are of all weights."""
     labels = {name: _label(metric) for name, metric in drifts.items()}
     return {
-        name: label.replace(" of all weights", "").replace("all weights", "the weights")
+        name: label.replace(" of all weights", "")
+        .replace("all weights", "the weights")
+        .replace("their", "the weights'")
         for name, label in labels.items()
     }
 
