@@ -5,8 +5,11 @@ own runs; of a recorded one it is what its evaluations were given, if that was s
 Leaves out what a difference says (`outcome_evidence`).
 """
 
+import math
 from collections.abc import Iterator
 
+from stability.analysis.intervals import mean_interval
+from stability.analysis.number_text import bounds, nats
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.commands import is_command
@@ -19,6 +22,7 @@ __all__ = [
     "judged_step",
     "of_other_data",
     "of_unseen_data",
+    "reference_loss_note",
 ]
 
 _HASH = "held_out"
@@ -55,6 +59,34 @@ def judged_step(study: RecordedStudy, arm: RecordedArm) -> int:
         return end
     evaluated = {step for run in baseline.runs.values() for step in run.series(EVAL_LOSS)}
     return max((step for step in evaluated if step <= end), default=end)
+
+
+def reference_loss_note(study: RecordedStudy) -> str:
+    """Return how far the references' losses are from the baseline's where nothing is in question.
+
+    Empty where an arm is, since the verdict then says more.
+    """
+    if study.policy.candidates or any(arm.role == "candidate" for arm in study.arms):
+        return ""
+    said = [_loss_text(study, arm) for arm in study.arms if arm.role == "reference"]
+    return f"No arm is in question, so nothing is judged. {' '.join(said)}" if said else ""
+
+
+def _loss_text(study: RecordedStudy, arm: RecordedArm) -> str:
+    step = judged_step(study, arm)
+    found = held_out_differences(study, arm).get(step, SeedValues())
+    if not found.n:
+        return f"The held-out loss of {arm.name} can't be compared with the baseline's."
+    wild = [str(seed) for seed, value in found.per_seed.items() if not math.isfinite(value)]
+    if wild:
+        return f"The held-out loss of {arm.name} is no number in seed {', '.join(wild)}."
+    mean = mean_interval(found.per_seed)
+    ends = bounds(mean.low, mean.high, nats)
+    level = f", {100 * mean.level:.0f} % interval" if ends else ""
+    return (
+        f"At step {step} the held-out loss of {arm.name} is {nats(mean.mean)}{ends} nats a token "
+        f"from the baseline's (mean of {found.n} seed{'s' if found.n > 1 else ''}{level})."
+    )
 
 
 def of_other_data(study: RecordedStudy, arm: RecordedArm) -> list[int]:

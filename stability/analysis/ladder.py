@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stability.analysis.drift_notes import drift_notes
-from stability.analysis.held_out_losses import held_out_losses, judged_step
+from stability.analysis.held_out_losses import held_out_losses, judged_step, reference_loss_note
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_distances import known_step, left_out_note, reference_of
 from stability.analysis.study_records import (
@@ -122,7 +122,7 @@ class Ladder:
     last_step: int
     rows: tuple[Row, ...]
     drift_notes: tuple[str, ...] = ()
-    """Which drifts are left out, and which prove nothing."""
+    """Which drifts are left out, which prove nothing, and what stands in place of an answer."""
 
     def row(self, arm: str) -> Row | None:
         """Return the row of `arm`, if the study has it."""
@@ -162,7 +162,11 @@ def ladder_of(study: RecordedStudy) -> Ladder:
         early_step=early,
         last_step=last,
         rows=tuple(sorted(rows, key=_rung)),
-        drift_notes=tuple(x for x in (*drift_notes(study), left_out_note(study, early)) if x),
+        drift_notes=tuple(
+            x
+            for x in (*drift_notes(study), left_out_note(study, early), reference_loss_note(study))
+            if x
+        ),
     )
 
 

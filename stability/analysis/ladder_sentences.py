@@ -9,9 +9,9 @@ half as far (CHAOS_SHARE). The verdict itself is left to `verdict`.
 import math
 from collections.abc import Callable, Sequence
 
-from stability.analysis.intervals import mean_interval, paired_interval
+from stability.analysis.intervals import paired_interval
 from stability.analysis.ladder import Ladder, Row
-from stability.analysis.number_text import MISSING, bounds, nats, scientific, span, times
+from stability.analysis.number_text import MISSING, scientific, span, times
 from stability.analysis.rerun_floor import below_floor, floor_note
 from stability.analysis.seed_values import SeedValues
 from stability.config.arms import INDEPENDENT_AXES
@@ -57,30 +57,8 @@ def sentence(ladder: Ladder, arm: str) -> str:
 
 
 def candidate_sentences(ladder: Ladder) -> list[str]:
-    """Return the sentence of each candidate: the arms that change the attention.
-
-    Where nothing is in question the references say what the baseline's precision does.
-    """
-    if any(row.role == "candidate" for row in ladder.rows):
-        return [sentence(ladder, row.arm) for row in ladder.rows_on("attention")]
-    references = [row for row in ladder.rows if row.role == "reference"]
-    return [f"{sentence(ladder, row.arm)}{_loss_beside(ladder, row)}" for row in references]
-
-
-def _loss_beside(ladder: Ladder, row: Row) -> str:
-    """Return how far the held-out loss of `row` is from the baseline's, seed by seed."""
-    baseline = ladder.row(BASELINE)
-    theirs = baseline.held_out_loss.per_seed if baseline else {}
-    own = row.held_out_loss.per_seed
-    found = mean_interval({seed: own[seed] - theirs[seed] for seed in own if seed in theirs})
-    if not found.n:
-        return " Its held-out loss is not known."
-    ends = bounds(found.low, found.high, nats)
-    return (
-        f" Its held-out loss is {nats(found.mean)}{ends} nats a token from the baseline's "
-        f"({found.n} seed{'s' if found.n > 1 else ''}; {100 * found.level:.0f} % interval). "
-        "Nothing is in question here, so nothing is judged."
-    )
+    """Return the sentence of each candidate: the arms that change the attention."""
+    return [sentence(ladder, row.arm) for row in ladder.rows_on("attention")]
 
 
 def notes(ladder: Ladder) -> list[str]:

@@ -54,10 +54,8 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
 
 
 def next_look_is_at(seeds: int | None) -> str:
-    """Return how many seeds the next look is at, and how they are trained; empty without one."""
-    return (
-        f"the next look is at {seeds} seeds (`stability run` with --seeds {seeds})" if seeds else ""
-    )
+    """Return how many seeds the next look is at, a clause; empty without one."""
+    return f"the next look is at {seeds} seeds" if seeds else ""
 
 
 def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:

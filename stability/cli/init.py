@@ -156,7 +156,7 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
     """Print what comes next, with the study in the file `to`, which lacks the arms `missing`."""
     if attention and not attention.startswith("sdpa:"):
         print_line(f"first, its numbers alone, in seconds: stability check {attention} --quick")
-    if attention.startswith("flash"):
+    if attention.partition(":")[0] == "flash":
         print_line(
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
         )
@@ -174,7 +174,7 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
 
 
 def _has_loss(found: Mapping[str, Any]) -> bool:
-    """Return whether the trial has seen a held-out loss, or one may be seen in longer runs."""
+    """Return whether the trial has seen a held-out loss; one may also be seen in longer runs."""
     from stability.recorder.held_out import NO_LOSS  # heavy
 
     return not any(note.startswith(NO_LOSS) for note in found["notes"])

@@ -207,17 +207,19 @@ def _refusal(error: OSError, verb: str) -> str:
     """
     if error.errno is None:
         return str(error)  # one that we raise
-    if not error.filename:
+    if not error.filename or not isinstance(error.filename, str | bytes):
         return f"{verb}: {error.strerror}"
     path = Path(os.fsdecode(error.filename))
     there = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
     if isinstance(error, NotADirectoryError):
         return f"{there}: must be a folder, is a file; name another one"
     if isinstance(error, PermissionError):
-        return (
-            f"{there}: must be open to you for reading and writing, got {error.strerror}; name "
-            "another one, or ask its owner"
-        )
+        # a new file is refused by the folder, whatever the one that is there lets in
+        is_open = there.is_file() and os.access(there, os.R_OK | os.W_OK)
+        closed = there.parent if is_open else there
+        shown = closed.absolute() if closed == Path() else closed
+        must = f"must be open to you, got {error.strerror}"
+        return f"{shown}: {must}; name another one, or ask its owner"
     return f"{path}: {error.strerror}"
 
 

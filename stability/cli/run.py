@@ -312,9 +312,16 @@ def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
     recorded = read_study(folder)
     report = write_page(recorded, folder)
     trouble = publish_study(recorded, folder, wandb)
-    print_answer(recorded.question, verdict_of(recorded), console, scope_line(recorded))
+    found = verdict_of(recorded)
+    print_answer(recorded.question, found, console, scope_line(recorded))
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
     print_line(f"\nreport: {report}")
+    more = found.next_look if found and "next look" in found.outlook else None
+    if more and more > len(recorded.seeds):
+        print_line(
+            f"the same command with --seeds {more} trains more seeds; it keeps these, and changes "
+            "nothing of the protocol"
+        )
     if trouble:
         print_line(trouble)
 

@@ -102,11 +102,17 @@ def _save_workspace(study: "RecordedStudy") -> str:
     import wandb  # heavy
 
     from stability.records.paths import StudyPaths
-    from stability.tracking.environment import check_not_offline, check_wandb, project
+    from stability.tracking.environment import (
+        check_account,
+        check_not_offline,
+        check_settings,
+        project,
+    )
     from stability.tracking.panels import build_workspace, save_workspace
 
     check_not_offline()
-    check_wandb("online")
+    check_settings("online")
+    check_account()
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity or ""
         built = build_workspace(

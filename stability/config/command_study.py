@@ -248,12 +248,14 @@ def _no_file(path: Path) -> str:
     folder = path if is_folder else path.parent
     found = sorted(each for end in ("yaml", "yml") for each in folder.glob(f"*.{end}"))
     names = [str(each) for each in found if each.is_file()]
-    near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.6) or names[:3]
+    near = difflib.get_close_matches(str(path), names, n=3, cutoff=0.6)
+    there = f"nearest: {', '.join(near)}; " if near else ""
+    if names and not near:
+        there = f"there are {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}; "
     return (
         f"{path}: must be a study's YAML file, got "
         f"{'a folder' if is_folder else 'no such file'}; "
-        + (f"nearest: {', '.join(near)}; " if near else "")
-        + "`stability init` writes one, and `stability demo` needs none"
+        f"{there}`stability init` writes one, and `stability demo` needs none"
     )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from stability.config.convert import nearest
-
 __all__ = ["did_you_mean", "import_function", "source_hash"]
+
+_MOST_NAMED = 5
+"""Of a module's functions that are listed where none is like the one that was asked for."""
 
 
 def import_function(where: str, what: str) -> Callable[..., Any]:
@@ -49,7 +50,7 @@ def import_function(where: str, what: str) -> Callable[..., Any]:
 def _nearest_function(name: str, module: ModuleType) -> str:
     """Return "nearest: attend", of the functions that the module defines, or else that it imports.
 
-    Where none is alike, all that it defines are named.
+    Where none is alike, some that it defines are named.
     """
     known = {key: value for key, value in vars(module).items() if callable(value) and key[0] != "_"}
     own = [
@@ -58,7 +59,9 @@ def _nearest_function(name: str, module: ModuleType) -> str:
     for names in (own, known):
         if alike := difflib.get_close_matches(name, names, n=3, cutoff=0.6):
             return f"nearest: {', '.join(alike)}"
-    return f"nearest: {nearest(name, own or known)}" if known else "it has none"
+    some = sorted(own or known)
+    more = f" and {len(some) - _MOST_NAMED} more" if len(some) > _MOST_NAMED else ""
+    return f"it has {', '.join(some[:_MOST_NAMED])}{more}" if some else "it has none"
 
 
 def did_you_mean(where: str) -> str:

@@ -6,6 +6,7 @@ that the baseline trained with, for pip. Whoever opens a bundle has each file ch
 read. Leaves out what is packed (`study.export`) and what its records prove (`analysis`).
 """
 
+import errno
 import os
 import shutil
 import tarfile
@@ -33,6 +34,9 @@ BUNDLE_SUFFIX = ".bundle.tar.gz"
 SUFFIXES = (".tar.gz", ".tgz")
 """What the name of a bundle ends in."""
 CONTENTS = "bundle.json"
+
+_OF_THIS_MACHINE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a whole bundle may meet while it is unpacked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +100,9 @@ def opened_bundle(path: Path) -> Iterator[tuple[Path, Bundle]]:
         try:
             with tarfile.open(path, "r:gz") as archive:
                 _unpack(archive, Path(place))
-        except PermissionError:
-            raise
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _OF_THIS_MACHINE:
+                raise
             raise ValueError(
                 f"{path}: must be a whole bundle: {error}; copy it again, or write it anew by "
                 "`stability export STUDY`"
@@ -155,7 +159,8 @@ def _unpack(archive: tarfile.TarFile, place: Path) -> None:
             raise OSError(f"{member.name!r} is neither a file nor a folder")
         left -= member.size
         if left < 0:
-            raise OSError(f"there is no room for its files in {place.parent}")
+            said = "there is no room for a bundle's files: free some, or set TMPDIR"
+            raise OSError(errno.ENOSPC, said, str(place.parent))
         with path.open("xb") as file:
             shutil.copyfileobj(content, file)
 

@@ -65,13 +65,14 @@ def read_study_file(study: Path) -> StudyFile:
     """
     path = StudyPaths(study).study
     writer = "`stability run`"
-    near = f"; {near}" if (near := studies_near(study)) else ""
+    near = "" if path.exists() else studies_near(study)
+    near = f"; {near}" if near else ""
     if not study.is_dir():
         got = "a file" if study.exists() else "no such folder"
         raise ValueError(
             f"{study}: must be the folder of a study, got {got}; {writer} makes one{near}"
         )
-    if near and not path.exists():
+    if near:
         raise ValueError(f"{path}: there is no such file; {writer} writes it{near}")
     return read_record(path, StudyFile, writer=writer, kind="study")
 

@@ -113,6 +113,13 @@ def check_wandb(mode: WandbMode) -> None:
             f"{found[0]} must be unset, got {os.environ[found[0]]!r}; a run that goes "
             "on is joined to its first part by its own id"
         )
+    check_settings(mode)
+    if mode == "online":
+        check_account()
+
+
+def check_settings(mode: WandbMode) -> None:
+    """Raise ValueError unless W&B can be imported, and takes the WANDB_* variables."""
     try:
         import wandb  # heavy: 1 s of CPU, and `disabled` never needs it
     except ImportError as error:
@@ -130,8 +137,6 @@ def check_wandb(mode: WandbMode) -> None:
         raise ValueError(
             f"a WANDB_* variable is no W&B setting: {_reason(error)}; mend or unset it"
         ) from error
-    if mode == "online":
-        check_account()
 
 
 def _reason(error: Exception) -> str:

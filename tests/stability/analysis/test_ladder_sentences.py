@@ -9,7 +9,6 @@ import pytest
 from stability.analysis.ladder import ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences, notes, sentence
 from stability.analysis.number_text import times
-from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import read_study
 from stability.records.sealed_json import read_sealed, write_sealed
 from tests.stability.sealing import seal
@@ -146,33 +145,6 @@ def test_controls_have_their_own_sentences(finished):
         "flash_fa2",
         "flash_all_bf16",
     ]
-
-
-def with_roles(ladder, **held_out):
-    """The ladder with no arm in question, and these held-out losses by arm and seed."""
-    rows = [
-        replace(
-            row,
-            role={"fp32": "reference"}.get(row.arm, "rerun"),
-            held_out_loss=SeedValues(held_out.get(row.arm, {})),
-        )
-        for row in ladder.rows
-    ]
-    return replace(ladder, rows=tuple(rows))
-
-
-def test_where_nothing_is_in_question_the_reference_says_what_the_precision_does(finished):
-    ladder = ladder_of(read_study(finished))
-    losses = {"baseline": {0: 3.0, 1: 3.2, 2: 3.1}, "fp32": {0: 3.01, 1: 3.22, 2: 3.13}}
-    (said,) = candidate_sentences(with_roles(ladder, **losses))
-    assert said.startswith(sentence(ladder, "fp32"))
-    # 0.01, 0.02, 0.03 seed by seed: 0.02 -+ 2.92 * 0.01 / sqrt(3)
-    assert "held-out loss is +0.02 [+0.0031, +0.037] nats a token from the baseline's" in said
-    assert "(3 seeds; 90 % interval). Nothing is in question here, so nothing is judged." in said
-    (alone,) = candidate_sentences(with_roles(ladder, baseline={0: 3.0}, fp32={0: 3.01, 1: 3.0}))
-    assert "is +0.01 nats a token from the baseline's (1 seed" in alone, "seed by seed"
-    (unknown,) = candidate_sentences(with_roles(ladder))
-    assert unknown.endswith(" Its held-out loss is not known.")
 
 
 def test_unknown_arm_is_refused_with_the_names(finished):

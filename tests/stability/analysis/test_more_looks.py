@@ -20,7 +20,7 @@ from stability.records.paths import RunPaths
 from stability.report.terminal.verdict import verdict_lines
 from tests.stability.analysis.test_advice import of
 
-NEXT = "the next look is at 5 seeds (`stability run` with --seeds 5)"
+NEXT = "the next look is at 5 seeds"
 ANEW = "in a study of another name"
 NONE = "more seeds add none, since only the first is looked at"
 

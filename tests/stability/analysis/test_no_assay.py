@@ -18,7 +18,7 @@ from tests.stability.analysis.test_verdict import (
     with_broken,
 )
 
-NEXT = "the next look is at 5 seeds (`stability run` with --seeds 5)"
+NEXT = "the next look is at 5 seeds"
 BREAK = (
     "break flash_all_bf16 by a larger error, in a study of another name unless its runs are "
     "recorded one by one"

@@ -1,13 +1,14 @@
 """A worse result is found, a better one is no harm, and what can't be told is left open."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from stability.analysis.held_out_losses import held_out_differences
+from stability.analysis.held_out_losses import held_out_differences, reference_loss_note
 from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.study_records import RecordedArm, RecordedRun, RecordedStudy
 from stability.config.arms import INIT_SEED
@@ -366,6 +367,35 @@ def test_differences_are_paired_at_every_step():
     figures = _judge(_worse_by(0.25, -0.5)).figures
     assert (figures["worst_difference"], figures["worst_step"]) == (0.0, 0)
     assert figures["difference_step_20"] == pytest.approx(-0.125)
+
+
+def _unasked(*differences, policy=POLICY, role="rerun", **options):
+    """What is noted of a study whose reference is worse by so much in each seed."""
+    runs = [_run("fp32", seed, more=more, **options) for seed, more in enumerate(differences)]
+    plain = [_run("rerun", seed) for seed in range(len(differences))]
+    study = _study(plain, others=(_arm("fp32", runs, "precision", "reference"),))
+    baseline, arm, reference = study.arms
+    arms = (baseline, replace(arm, role=role), reference)
+    return reference_loss_note(replace(study, arms=arms, policy=policy))
+
+
+def test_where_nothing_is_in_question_the_references_loss_is_told():
+    # 0.01, 0.02, 0.03 seed by seed: 0.02 -+ 2.92 * 0.01 / sqrt(3)
+    assert _unasked(0.01, 0.02, 0.03) == (
+        f"No arm is in question, so nothing is judged. At step {STEPS} the held-out loss of fp32 "
+        "is +0.02 [+0.0031, +0.037] nats a token from the baseline's (mean of 3 seeds, 90 % "
+        "interval)."
+    )
+    assert _unasked(-0.01).endswith("is -0.01 nats a token from the baseline's (mean of 1 seed).")
+    lost = {EVAL_LOSS: dict.fromkeys(SNAPSHOTS, math.nan)}
+    assert _unasked(0.0, 0.0, **lost).endswith("of fp32 is no number in seed 0, 1.")
+    assert _unasked(0.0, **{EVAL_LOSS: {}}).endswith("can't be compared with the baseline's.")
+
+
+def test_where_an_arm_is_in_question_the_verdict_says_more():
+    assert _unasked(0.01, 0.02, 0.03, role="candidate") == ""
+    asked = replace(POLICY, candidates=("rerun",))
+    assert _unasked(0.01, 0.02, 0.03, policy=asked) == ""
 
 
 def test_a_control_that_ends_early_is_judged_at_its_own_end():

@@ -48,7 +48,7 @@ def test_a_right_attention_of_ones_own_holds(my_kernels, capfd):
         # what it has imported comes after its own
         ("rihgt", "nearest: right"),
         ("baseline_atention", "nearest: baseline_attention"),
-        ("xyz", "nearest: right, unready, leaves"),
+        ("xyz", "it has leaves, right, unready"),
     ],
 )
 def test_a_misspelt_function_is_told_of_those_that_its_module_defines(

@@ -1,11 +1,15 @@
 """The command line as a user meets it: exit codes, one-line errors, nothing half done."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from stability.cli.main import main
-from stability.cli.run import split_options
+from stability.cli.run import _show_study, split_options
+from tests.stability.report import synthetic
+from tests.stability.report.synthetic_verdict import study_verdict
 
 
 @pytest.fixture
@@ -218,8 +222,24 @@ def test_run_trains_shows_the_ladder_and_writes_the_report(write_study, tmp_path
     for arm in ("baseline", "rerun", "fp32"):
         assert arm in shown
     assert (tmp_path / "runs" / "tiny" / "report.html").stat().st_size > 100_000
+    assert "--seeds" not in shown, "nothing is in question"
     assert main(["show", str(tmp_path / "runs" / "tiny")]) == 0
     assert main(["report", str(tmp_path / "runs" / "tiny")]) == 0
+
+
+@pytest.mark.parametrize(("planned", "is_told"), [(3, True), (5, False)])
+def test_the_end_of_run_says_how_more_seeds_are_trained_where_they_may_decide(
+    planned, is_told, tmp_path, monkeypatch, capsys
+):
+    study = synthetic.write_synthetic(tmp_path / "quickstart", seeds=[*range(planned)])
+    decided = study_verdict()
+    arms = tuple(replace(arm, outcome="INCONCLUSIVE") for arm in decided.arms)
+    open_verdict = replace(decided, arms=arms, look=3, next_look=5)
+    assert "the next look is at 5 seeds" in open_verdict.outlook
+    monkeypatch.setattr("stability.report.view.evidence.verdict_of", lambda recorded: open_verdict)
+    _show_study(study, "disabled", Console(width=80))
+    said = capsys.readouterr().out
+    assert ("the same command with --seeds 5 trains more seeds; it keeps these" in said) == is_told
 
 
 @pytest.mark.parametrize(

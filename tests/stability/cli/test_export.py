@@ -244,7 +244,9 @@ def test_a_bundle_that_no_disk_holds_is_refused_before_it_fills_one(tmp_path, mo
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**19))
     assert code_of("verify", bundle) == 2
-    assert "there is no room for its files" in capsys.readouterr().err
+    assert (
+        "there is no room for a bundle's files: free some, or set TMPDIR" in capsys.readouterr().err
+    )
 
 
 @given(st.integers(0, 3000), st.integers(1, 255))

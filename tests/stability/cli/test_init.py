@@ -1,14 +1,13 @@
 """`stability init`: a study of any command, which runs as it was written."""
 
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from stability.cli.command_parts import parts_of, with_seed
+from stability.cli.command_parts import parts_of
 from stability.cli.flag_arms import flags_of_arms, is_lower_precision
-from stability.cli.init import _updates
+from stability.cli.init import _print_next, _updates
 from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import PRECISION_QUESTION
@@ -356,6 +355,18 @@ def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     assert "every run ends after 100 updates, since the command names none that was found" in said
 
 
+@pytest.mark.parametrize(
+    ("attention", "is_ours"),
+    [("flash:fa2", True), ("flash", True), ("flash_attn:flash_attn_func", False)],
+)
+def test_what_is_this_packages_own_kernel_is_said_of_that_alone(
+    attention: str, is_ours: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _print_next(Path("study.yaml"), [], attention)
+    said = " ".join(capsys.readouterr().out.split())
+    assert (f"{attention} is this package's own kernel, on a CPU its twin" in said) == is_ours
+
+
 def test_runs_end_where_the_command_ends_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -455,55 +466,3 @@ def test_a_question_of_precision_is_told_what_answers_it(
     assert code_of("init", "--to", "other.yaml", "--", *words, "--bf16") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "without a candidate the ladder tells how far the baseline's precision moves" in said
-
-
-def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:
-    command = ["python", "train.py", "--seed", "{seed}"]
-    said = " ".join(study_text("mine", command, {}, 7).replace("#", "").split())
-    assert "the base is the baseline: the low precision, as BF16, whose own error a verdict" in said
-    assert "with FP32 as the baseline a nudge is as far as that error, and no step can be" in said
-    assert "beside BF16 by autocast FP32, on weights of the same dtype reference:" in said
-    assert "bf16: true for --bf16" in said
-    # there a flag has a value: `bf16: true` is bf16=true
-    assert "bf16: true" not in study_text("mine", ["python", "train.py", "lr=1"], {}, 7)
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["--seed=1", "--lr=1e-3"], "python train.py --seed={seed} {assigned}"),
-        (["seed=1", "optim.lr=1e-3"], "python train.py seed={seed} {settings}"),
-        (["--seed", "1", "--lr=1e-3"], "python train.py --seed {seed} {flags}"),
-        (["train", "seed=1", "lr=1e-3"], "python train.py train seed={seed} {settings}"),
-        (["-s", "1", "data=wiki", "--lr", "1e-3"], "python train.py data=wiki {flags}"),
-    ],
-)
-def test_a_seed_and_flags_are_given_in_the_form_that_the_command_has(
-    words: list[str], command: str, tmp_path: Path
-) -> None:
-    given, _ = with_seed(["python", "train.py", *words])
-    text = study_text("mine", given, {}, 7)
-    assert f"command: {command}\n" in text
-    path = tmp_path / "study.yaml"
-    path.write_text(text)
-    assert load_command_study(path).base.command == command
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["python", "train.py", "--seed", "{seed}", "--lr", "1e-3", "--sizes", "1", "2"],
-        ["torchrun", "--nproc-per-node", "2", "train.py", "config file.yaml", "--seed={seed}"],
-        ["python", "-m", "pkg.train", "--name", "it's: {odd}", "--tag", "007"],
-    ],
-)
-def test_the_words_of_a_command_are_kept(words: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "study.yaml"
-    path.write_text(study_text("mine", words, {"A": "1"}, 7))
-    study = load_command_study(path)
-    made = study.base.words()
-    assert sorted(" ".join(made).replace("=", " ").split()) == sorted(
-        " ".join(words).replace("=", " ").split()
-    ), shlex.join(made)
-    assert study.base.env == {"A": "1"}
-    assert study.base.train.steps == 7

@@ -63,8 +63,12 @@ def _failing(monkeypatch, error):
         (
             errno.EACCES,
             "there/.x.1234.tmp",
-            "there: must be open to you for reading and writing, got Permission denied; name "
-            "another one, or ask its owner",
+            "there: must be open to you, got Permission denied; name another one, or ask its owner",
+        ),
+        (
+            errno.EACCES,
+            "file",  # it is open, and the folder lets no other take its place
+            "HERE: must be open to you, got Permission denied; name another one, or ask its owner",
         ),
         (errno.ENOENT, "there/x.csv", "there/x.csv: No such file or directory"),
         (errno.EIO, None, "show: Input/output error"),
@@ -73,10 +77,16 @@ def _failing(monkeypatch, error):
 def test_what_the_system_refuses_is_told_of_the_users_own_path(
     refused, tmp_path, monkeypatch, code, file, said
 ):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     (tmp_path / "file").touch()
     _failing(monkeypatch, OSError(code, os.strerror(code), file))
-    assert refused("show", "x") == said
+    assert refused("show", "x") == said.replace("HERE", str(tmp_path))
+
+
+def test_a_file_that_is_a_number_of_the_systems_is_told_without_it(refused, monkeypatch):
+    _failing(monkeypatch, OSError(errno.EBADF, os.strerror(errno.EBADF), 99))
+    assert refused("show", "x") == "show: Bad file descriptor"
 
 
 def test_a_sentence_of_ours_about_a_missing_file_stays_as_it_is(refused, monkeypatch):

@@ -117,7 +117,7 @@ def test_tensors_that_do_not_go_together_are_refused_by_file_and_name(tmp_path, 
     sound = {name: torch.zeros(1, 2, 16, 16) for name in "qkv"}
     path = tmp_path / "qkv.safetensors"
     save_file(sound | changes, path)
-    with pytest.raises(ValueError, match=r"qkv\.safetensors must hold q, k, v \(batch, heads"):
+    with pytest.raises(ValueError, match=r"qkv\.safetensors: must hold q, k, v \(batch, heads"):
         read_inputs(path, "bf16")
 
 
