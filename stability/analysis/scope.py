@@ -15,10 +15,10 @@ __all__ = ["scope_of"]
 
 
 def scope_of(study: RecordedStudy) -> str:
-    """Return a clause, as `842,000 trained values, 40 updates, NVIDIA H200`, of the baseline's run.
+    """Return a clause of the baseline's run: trained values, length of sequences, updates, device.
 
-    What is not on record is left out, as the device of a command where there is a GPU; empty if no
-    run is.
+    What is not on record is left out, as of a command the length, and its device where there is a
+    GPU; empty if no run is.
     """
     baseline = study.arm(BASELINE)
     runs = list(baseline.runs.values()) if baseline else []
@@ -27,6 +27,10 @@ def scope_of(study: RecordedStudy) -> str:
         return ""
     count = count_values(run.paths.held_snapshot(0))
     parts = [f"{count:,} trained values"] if count else []
+    model = study.base.get("model")
+    context = model.get("context") if isinstance(model, Mapping) else None
+    if isinstance(context, int) and not is_command(study.base):
+        parts.append(f"sequences of {context:,} tokens")
     device = _device(study.base, run.manifest.environment)
     return ", ".join([*parts, f"{study.steps:,} updates", *([device] if device else [])])
 

@@ -104,6 +104,7 @@ def verdict(
     from stability.analysis.verdict import judge_arms
     from stability.report.markdown import summary_text
     from stability.report.terminal.verdict import verdict_lines
+    from stability.report.view.evidence import scope_line
 
     changed = {name: value for name, value in given.items() if value is not None}
     try:
@@ -121,6 +122,8 @@ def verdict(
     else:
         for line in verdict_lines(judged, shown):
             print_line(line)
+        if tried := scope_line(recorded):
+            print_line(f"\n{tried}")
     if github:
         _tell_github(recorded, judged, shown)
     return EXPLORATORY if judged.exploratory else _EXIT_CODES[outcome]

@@ -6,6 +6,7 @@ import torch
 
 from stability.analysis.scope import scope_of
 from stability.analysis.study_records import read_study
+from stability.cli.main import main
 from stability.records.paths import RunPaths
 from stability.records.snapshots import count_values, write_snapshot
 from stability.report.view.evidence import scope_line
@@ -15,10 +16,11 @@ from tests.stability.report.synthetic import STEPS, write_study_json, write_synt
 def test_it_names_weights_updates_and_device(tmp_path):
     write_synthetic(tmp_path)
     baseline = RunPaths.for_run(tmp_path, "baseline", 0)
-    assert scope_of(read_study(tmp_path)).startswith(f"{STEPS:,} updates")
+    assert f", {STEPS:,} updates" in scope_of(read_study(tmp_path))
+    assert "trained values" not in scope_of(read_study(tmp_path))
     write_snapshot(baseline.snapshot(0), {"w": torch.zeros(30, 40), "b": torch.zeros(25)})
     said = scope_of(read_study(tmp_path))
-    assert said.startswith(f"1,225 trained values, {STEPS:,} updates")
+    assert said.startswith(f"1,225 trained values, sequences of 128 tokens, {STEPS:,} updates")
     assert scope_line(read_study(tmp_path)).startswith(f"Tried: {said}; nothing else.")
 
 
@@ -34,6 +36,22 @@ def test_of_a_gpu_its_own_name_is_told(tmp_path, monkeypatch):
     assert scope_of(replace(study, base=command)).endswith(" updates"), "nobody knows"
     run.manifest.environment.update(gpu="")
     assert scope_of(study).endswith(" updates, Xeon")
+
+
+def test_the_length_of_the_sequences_is_told_of_our_own_models(tmp_path):
+    write_synthetic(tmp_path)
+    study = read_study(tmp_path)
+    ours = {**study.base, "model": {"context": 1024}}
+    assert f"sequences of 1,024 tokens, {STEPS:,} updates" in scope_of(replace(study, base=ours))
+    command = {**ours, "program": "python a.py"}
+    assert "tokens" not in scope_of(replace(study, base=command)), "a script has its own"
+
+
+def test_the_verdict_ends_with_what_was_tried(tmp_path, capsys):
+    """A kernel that is wrong at other lengths has not been tried at them."""
+    write_synthetic(tmp_path)
+    main(["verdict", str(tmp_path)])
+    assert capsys.readouterr().out.endswith(f"\n\n{scope_line(read_study(tmp_path))}\n")
 
 
 def test_without_a_run_nothing_is_said(tmp_path):
