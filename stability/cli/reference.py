@@ -130,7 +130,7 @@ def _in_short(value: Any) -> Any:
     return {
         x.name: getattr(value, x.name)
         for x in dataclasses.fields(value)
-        if getattr(value, x.name) != (_default(x))
+        if getattr(value, x.name) != _default(x)
     }
 
 
