@@ -95,7 +95,7 @@ def _own_attention(attention: str, to: Path, name: str) -> _Files:
     return _Files(
         {to.name: shipped.configs() / "templates" / "kernel.yaml"},
         (
-            f"stability check {attention} --quick",
+            f"stability check {attention} --quick --dtype bf16",
             f"stability estimate {written}   # how long the next takes here",
             f"stability run {written}",
             f"stability verdict runs/{name}",
@@ -132,7 +132,7 @@ def _files(template: Template, to: Path, name: str) -> _Files:
         return _Files(
             {"my_kernel.py": kernel, to.name: templates / "kernel.yaml"},
             (
-                "stability check my_kernel:attend --quick   # put your kernel into my_kernel.py",
+                "stability check my_kernel:attend --quick --dtype bf16   # put your kernel there",
                 f"stability estimate {study}   # how long the next takes here",
                 run,
                 f"stability verdict runs/{name}",

@@ -110,7 +110,7 @@ def test_the_study_of_a_kernel_that_is_there_names_it_and_writes_no_other(to, ow
     # of this folder, where the kernel was found, wherever the study lies
     assert "next:\n" in said
     assert commands == [
-        f"stability check {own} --quick",
+        f"stability check {own} --quick --dtype bf16",
         f"stability estimate {to}",
         f"stability run {to}",
         "stability verdict runs/my_kernel",
