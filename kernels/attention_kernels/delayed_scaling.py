@@ -1,24 +1,37 @@
 """Quantizes a tensor by a scale from earlier steps: delayed scaling, as Transformer Engine has it.
 
 The scale of a step is the largest value of the format divided by an amax of earlier steps, so the
-tensor is read once. What is larger than the past foresaw saturates. Here the state is a value that
-goes in and comes out, so that a recomputed forward can use the one of its step again.
+tensor is read once. What is larger than the past foresaw saturates. `quantize_delayed` is one step
+of one tensor: its state is a value that goes in and comes out, so that a recomputed forward can use
+the one of its step again. `DelayedScales` holds those of a whole training, where an update is the
+step: its micro-batches share a scale, and leave one amax behind, the largest of them.
 
-Source: NVIDIA's Transformer Engine, recipe `DelayedScaling`. Leaves out scales from the tensor
-itself (`block_scaling`), and the sharing of amaxes between ranks.
+Source: NVIDIA's Transformer Engine, recipe `DelayedScaling`. There each micro-batch is a step.
+Leaves out scales from the tensor itself (`block_scaling`), and how ranks tell one another their
+amaxes, which is the caller's.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention_kernels.block_recipes import BlockRecipe
-from attention_kernels.block_scaling import Quantized
+from attention_kernels.block_scaling import Quantized, dequantize
 from attention_kernels.formats import format_named
 from attention_kernels.rounding import round_to
 
-__all__ = ["DelayedScale", "delayed_scale", "quantize_delayed"]
+__all__ = [
+    "DelayedScale",
+    "DelayedScales",
+    "OperandScales",
+    "SeenAmax",
+    "delayed_scale",
+    "quantize_delayed",
+    "quantized_now",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +73,168 @@ def quantize_delayed(
         raise ValueError(f"quantize_delayed: amax must be max or most_recent, got {amax!r}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"quantize_delayed: x must be float32, bfloat16 or float16, got {x.dtype}")
-    largest = format_named(elements).max_value
-    scaled = (x.float() * state.scale).clamp(-largest, largest)
-    rounded = round_to(scaled, elements, rounding, seed=seed).to(x.dtype)
-    recipe = BlockRecipe(name=f"delayed-{elements}", elements=elements, block="tensor")
-    scales = state.scale.reciprocal().reshape([1] * x.dim())
-    history = torch.cat([state.history[1:], x.abs().amax().float().reshape(1)])
+    quantized = _quantized(x, state.scale, elements, rounding, seed, None)
+    history = torch.cat([state.history[1:], _amax(x).reshape(1)])
     known = history.amax() if amax == "max" else history[-1]
-    scale = largest / known / 2.0**margin
-    scale = scale.where((known > 0) & known.isfinite(), state.scale)
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
-    return Quantized(rounded, scales, None, recipe, -1, seed), DelayedScale(history, scale)
+    return quantized, DelayedScale(history, _scale_of(known, state.scale, elements, margin))
+
+
+def _quantized(
+    x: Tensor, scale: Tensor, elements: str, rounding: str, seed: int, bits: Tensor | None
+) -> Quantized:
+    """Return `x` in units of 1 / scale, saturated and rounded to `elements`."""
+    largest = format_named(elements).max_value
+    scaled = (x.float() * scale).clamp(-largest, largest)
+    rounded = round_to(scaled, elements, rounding, seed=seed, bits=bits).to(x.dtype)
+    recipe = BlockRecipe(name=f"delayed-{elements}", elements=elements, block="tensor")
+    return Quantized(rounded, scale.reciprocal().reshape([1] * x.dim()), None, recipe, -1, seed)
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.detach().abs().amax().float()
+
+
+def _scale_of(known: Tensor, before: Tensor, elements: str, margin: int = 0) -> Tensor:
+    """Return the scale that follows from the amax that is known; `before` if none does."""
+    # as a tensor: torch divides a number by multiplying with a reciprocal, which rounds twice
+    largest = torch.full_like(known, format_named(elements).max_value * 2.0**-margin)
+    scale = largest / known
+    scale = scale.where((known > 0) & known.isfinite(), before)
+    return scale.clamp(max=torch.finfo(torch.float32).max)
+
+
+class SeenAmax(NamedTuple):
+    """The largest magnitude of an operand in an update, and the format and history it is for."""
+
+    amax: float
+    elements: str
+    history: int
+
+
+class DelayedScales:
+    """The scales of all operands of a training, each by a name; they change at `advance` alone.
+
+    While `is_open`, which says that an update is under way, it keeps the largest magnitude that
+    each operand had. So a forward that is made again, and any number of micro-batches, leave behind
+    what one forward of the whole batch does. A scale follows from the largest amax of the history,
+    with no margin.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._states: dict[str, DelayedScale] = {}
+        self._seen: dict[str, tuple[Tensor, str, int]] = {}
+
+    def of(self, module: str, *, records: bool = True) -> "OperandScales":
+        """Return those of one module; without `records` it is only looked at."""
+        return OperandScales(self, module, records)
+
+    def quantized(
+        self,
+        name: str,
+        x: Tensor,
+        elements: str,
+        history: int,
+        *,
+        rounding: str = "nearest_even",
+        bits: Tensor | None = None,
+        records: bool = True,
+    ) -> Tensor:
+        """Return `x`, FP32, quantized by the scale of `name` and dequantized.
+
+        `bits` are those of stochastic rounding. The scale is 1 before the first update has ended.
+        """
+        if records and self.is_open:
+            amax = _amax(x)
+            if name in self._seen:
+                amax = torch.maximum(amax, self._seen[name][0])
+            self._seen[name] = (amax, elements, history)
+        state = self._states.get(name)
+        scale = torch.ones(()) if state is None else state.scale
+        return dequantize(_quantized(x, scale.to(x.device), elements, rounding, 0, bits))
+
+    def advance(
+        self,
+        join: Callable[[dict[str, SeenAmax]], Mapping[str, SeenAmax]] = lambda seen: seen,
+    ) -> None:
+        """End an update: its amaxes enter the histories, from which the next scales follow.
+
+        `join` is given those that this process saw, and returns those of all. What no process saw
+        keeps its history.
+        """
+        of_others = join(
+            {
+                name: SeenAmax(amax.item(), elements, history)
+                for name, (amax, elements, history) in self._seen.items()
+            }
+        )
+        self.forget_update()
+        for name in sorted(of_others):
+            amax, elements, history = of_others[name]
+            before = self._states.get(name) or delayed_scale(history)
+            known = torch.cat([before.history[1:], torch.tensor([amax])])
+            scale = _scale_of(known.amax(), before.scale, elements)
+            self._states[name] = DelayedScale(known, scale)
+
+    def forget_update(self) -> None:
+        """Drop what an update has seen that has not ended."""
+        self.is_open = False
+        self._seen.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return histories and scales by name, for a checkpoint between two updates."""
+        return {
+            name: {"history": state.history, "scale": state.scale}
+            for name, state in self._states.items()
+        }
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned."""
+        self.forget_update()
+        self._states = {
+            name: DelayedScale(each["history"].clone(), each["scale"].clone())
+            for name, each in states.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OperandScales:
+    """The delayed scales of the operands of one module."""
+
+    whole: DelayedScales
+    module: str
+    records: bool = True
+    """Whether what it multiplies is of an update, and not of a look at the model."""
+
+    def looked_at(self) -> "OperandScales":
+        """Return the same, recording nothing."""
+        return replace(self, records=False)
+
+    def quantized(
+        self,
+        place: str,
+        x: Tensor,
+        elements: str,
+        history: int,
+        *,
+        rounding: str = "nearest_even",
+        bits: Tensor | None = None,
+    ) -> Tensor:
+        """Return what `DelayedScales.quantized` does for the operand at `place` of this module."""
+        return self.whole.quantized(
+            f"{self.module}: {place}",
+            x,
+            elements,
+            history,
+            rounding=rounding,
+            bits=bits,
+            records=self.records,
+        )
+
+
+def quantized_now(
+    x: Tensor, elements: str, *, rounding: str = "nearest_even", bits: Tensor | None = None
+) -> Tensor:
+    """Return `x`, FP32, quantized by the scale that its own amax leaves behind, and dequantized."""
+    scale = _scale_of(_amax(x), torch.ones((), device=x.device), elements)
+    return dequantize(_quantized(x, scale, elements, rounding, 0, bits))

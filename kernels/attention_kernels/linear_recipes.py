@@ -8,9 +8,10 @@ Square blocks are the same along both axes: in them forward and dgrad see the sa
 
 LINEAR_RECIPES is the table of the published ones, each with its source. Any other is written in its
 parts, as `forward=mxfp4 dgrad=mxfp8+stochastic/mxfp8 wgrad=mxfp8+stochastic/mxfp8`
-(`linear_recipe_named`). Products are summed in FP32. This module computes nothing (`recipe_linear`
-does). It imports no torch, so that a command line can check the names in a YAML file before it
-loads anything heavy.
+(`linear_recipe_named`). An operand in `delayed-e4m3`, or any other format after `delayed-`, has one
+scale for the tensor, which follows from earlier updates (`delayed_scaling`). Products are summed in
+FP32. This module computes nothing (`recipe_linear` does). It imports no torch, so that a command
+line can check the names in a YAML file before it loads anything heavy.
 """
 
 import difflib
@@ -47,6 +48,10 @@ _BETWEEN = "/"
 # the matrix of 4096 is 64 MiB; a larger one would be found out at the first step
 _LARGEST_ROTATION = 4096
 _ROTATED = re.compile(r"rotated([0-9]{1,4})")
+_DELAYED = "delayed-"
+_HISTORY = re.compile(r"history([0-9]{1,6})")
+_USUAL_HISTORY = 1024  # Transformer Engine's amax_history_len
+_LONGEST_HISTORY = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +60,7 @@ class LinearOperand:
 
     encoding: str | BlockRecipe
     """A block recipe, one of yours or by its name in `block_recipes`; or, without any scale, a
-    format."""
+    format; or `delayed-<format>`, with a scale from earlier updates."""
     rounding: str = "nearest_even"
     """One of `formats.ROUNDINGS`, of the elements; scales are rounded as the block recipe says."""
     rotation: int = 0
@@ -65,6 +70,8 @@ class LinearOperand:
     of_forward: bool = False
     """Whether what is quantized are the values that the forward multiplied, which is a second
     quantization, and not those before. Of the x of wgrad alone."""
+    history: int = _USUAL_HISTORY
+    """How many updates a delayed scale follows from; it has the largest amax of them."""
 
     @property
     def name(self) -> str:
@@ -76,11 +83,20 @@ class LinearOperand:
         """The block recipe of the encoding; None if it is a format. ValueError if it is neither."""
         if isinstance(self.encoding, BlockRecipe):
             return self.encoding
+        if self.delayed is not None:
+            return None
         try:
             format_named(self.encoding)
         except ValueError:
             return recipe_named(self.encoding)
         return None
+
+    @property
+    def delayed(self) -> Format | None:
+        """The format of an encoding whose scale follows from earlier updates, None of any other."""
+        if not self.name.startswith(_DELAYED):
+            return None
+        return format_named(self.name.removeprefix(_DELAYED))
 
 
 class LinearProduct(NamedTuple):
@@ -116,6 +132,8 @@ class LinearRecipe:
             _require(self, place, turns_once, "in blocks without a rotation of their own")
             is_power = size >= 0 and size & (size - 1) == 0
             _require(self, place, is_power, "rotated by a power of two or 0")
+            has_history = operand.history == _USUAL_HISTORY or operand.delayed is not None
+            _require(self, place, has_history, f"in {_DELAYED}<format> where it has a history")
             is_again = operand.of_forward and place != "wgrad.right"
             _require(self, place, not is_again, "of_forward in the x of wgrad alone")
         for name in _PRODUCTS:
@@ -138,13 +156,18 @@ class LinearRecipe:
         """Return how many of a model's `depth` blocks stay in BF16, at least the share that is."""
         return math.ceil(self.last_blocks * depth)
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether a scale follows from earlier updates, so that the recipe has a state."""
+        return any(operand.delayed is not None for _, operand in self.operands())
+
     def unscaled_gradients(self) -> Iterator[Format]:
         """Give the format of each gradient that no scale brings into the format's range.
 
         Those of operands without blocks, and of the results that the backward hands on.
         """
         for operand in (self.dgrad.left, self.wgrad.left):
-            if operand.blocks is None:
+            if operand.blocks is None and operand.delayed is None:
                 yield format_named(operand.name)
         yield format_named(self.output)
         yield format_named(self.weight_gradient)
@@ -185,6 +208,7 @@ _GRADIENT = replace(_ACTIVATION, rounding="stochastic")
 _WEIGHT = LinearOperand(encoding="nvfp4_16x16")
 _TURNED = (replace(_GRADIENT, rotation=16), replace(_ACTIVATION, rotation=16))
 _E4M3, _E5M2 = (LinearOperand(encoding=f"fp8_per_tensor{e}") for e in ("", "-e5m2"))
+_LATE_E4M3, _LATE_E5M2 = (LinearOperand(encoding=f"{_DELAYED}{e}") for e in ("e4m3", "e5m2"))
 
 _NVFP4 = LinearRecipe(
     name="nvfp4",
@@ -233,6 +257,13 @@ LINEAR_RECIPES = {
             wgrad=LinearProduct(_E5M2, _E4M3),
             source="Transformer Engine's Float8CurrentScaling, HYBRID",
         ),
+        LinearRecipe(
+            name="fp8_delayed",
+            forward=LinearProduct(_LATE_E4M3, _LATE_E4M3),
+            dgrad=LinearProduct(_LATE_E5M2, _LATE_E4M3),
+            wgrad=LinearProduct(_LATE_E5M2, _LATE_E4M3),
+            source="Transformer Engine's DelayedScaling, HYBRID",
+        ),
     )
 }
 """The recipes by name."""
@@ -243,17 +274,17 @@ def linear_recipe_named(name: str) -> LinearRecipe:
 
     Parts stand apart by spaces, in any order. `forward=`, `dgrad=` and `wgrad=` give the operands
     of a product: one for both, or `LEFT/RIGHT` (x/w, dy/w and dy/x); `all=` those of the products
-    that have no part. An operand is a block recipe or a format that FP32 holds, then, each after a
-    `+`, a rounding (`stochastic`), `rotated16` and `of_forward`. `output=`, `weight_gradient=` and
-    `last_blocks=` are the fields of a recipe. Its name is that text in one order and spelling.
-    ValueError, with the nearest names, for anything else.
+    that have no part. An operand is a block recipe, a format that FP32 holds or `delayed-<format>`,
+    then, each after a `+`, a rounding (`stochastic`), `rotated16`, `of_forward` and, if delayed,
+    `history16`. `output=`, `weight_gradient=` and `last_blocks=` are the fields of a recipe. Its
+    name is that text in one order and spelling. ValueError, with the nearest names, for anything
+    else.
     """
     text = str(name)
     if "=" in text:
         return _written_out(text)
     if text not in LINEAR_RECIPES:
-        _refuse_delayed("recipe", text)
-        is_operand = text in BLOCK_RECIPES or text in FORMATS
+        is_operand = text in BLOCK_RECIPES or text in FORMATS or text.startswith(_DELAYED)
         hint = f"; in every product: {_ALL}={text}" if is_operand else ""
         raise ValueError(
             f"recipe must be one of a linear layer, got {name!r}; nearest: "
@@ -333,35 +364,30 @@ def _told(product: str, word: str) -> tuple[str, Any]:
         return "rounding", word
     if word == "of_forward":
         return "of_forward", True
+    history = _HISTORY.fullmatch(word)
+    if history and 1 <= int(history[1]) <= _LONGEST_HISTORY:
+        return "history", int(history[1])
     raise ValueError(
         f"recipe: {product} must have after a + one of {', '.join(ROUNDINGS)}, rotated<size up to "
-        f"{_LARGEST_ROTATION}>, of_forward, got {word!r}; nearest: "
-        f"{_nearest(word, (*ROUNDINGS, 'rotated16', 'of_forward'))}"
+        f"{_LARGEST_ROTATION}>, of_forward, history<updates up to {_LONGEST_HISTORY}>, got "
+        f"{word!r}; nearest: {_nearest(word, (*ROUNDINGS, 'rotated16', 'of_forward', 'history16'))}"
     )
 
 
 def _check_encoding(product: str, encoding: str) -> None:
     """ValueError unless `encoding` is a block recipe or a format that FP32 holds."""
-    _refuse_delayed(f"recipe: {product}", encoding)
+    operand = LinearOperand(encoding=encoding)
     try:
-        blocks = LinearOperand(encoding=encoding).blocks
+        blocks, delayed = operand.blocks, operand.delayed
     except ValueError as error:
-        names = (*BLOCK_RECIPES, *FORMATS)
+        names = (*BLOCK_RECIPES, *FORMATS, *(f"{_DELAYED}{name}" for name in ("e4m3", "e5m2")))
         raise ValueError(
-            f"recipe: {product} must be in a block recipe or a format, got {encoding!r}; nearest: "
-            f"{_nearest(encoding, names)}"
+            f"recipe: {product} must be in a block recipe, a format or {_DELAYED}<format>, got "
+            f"{encoding!r}; nearest: {_nearest(encoding, names)}"
         ) from error
-    if blocks is None and not format_named(encoding).fits(FORMATS["fp32"]):
+    format = delayed or (format_named(encoding) if blocks is None else None)
+    if format is not None and not format.fits(FORMATS["fp32"]):
         raise ValueError(f"recipe: {product} must be in a format that FP32 holds, got {encoding!r}")
-
-
-def _refuse_delayed(where: str, name: str) -> None:
-    if "delayed" in name:
-        raise ValueError(
-            f"{where} must have scales of the values at hand, got {name!r}: delayed ones follow "
-            "from earlier steps, and no checkpoint of a run holds those; use the blocks "
-            "fp8_per_tensor, or the recipe fp8_current"
-        )
 
 
 def _share(text: str) -> float:
@@ -392,6 +418,7 @@ def _operand_text(operand: LinearOperand) -> str:
         operand.rounding * (operand.rounding != "nearest_even"),
         f"rotated{operand.rotation}" * bool(operand.rotation),
         "of_forward" * operand.of_forward,
+        f"history{operand.history}" * (operand.history != _USUAL_HISTORY),
     )
     return "+".join(word for word in words if word)
 

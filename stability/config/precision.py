@@ -140,6 +140,12 @@ class Precision:
         return any(each.startswith((EMULATED, RECIPE)) for each in values)
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether a recipe in it has scales that follow from earlier updates, a run's state."""
+        values = (self.of_blocks, *dict(self.modules).values())
+        return any(recipe.is_delayed for recipe in map(linear_recipe, values) if recipe)
+
+    @property
     def needs_scaler(self) -> bool:
         """Whether a loss scaler has to keep gradients from the end of some format's range.
 

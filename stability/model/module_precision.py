@@ -19,6 +19,7 @@ tells weights apart but not formats, and would give a shared weight in that of a
 Recipes that round stochastically draw by a key of the training and the place of the module among
 all of the model. It is asked for in each forward, and counts no calls: a forward that is made again
 draws the same bits. So does one that an update makes twice, of a module that two layers share.
+Delayed scales of a recipe are kept by the module's name, outside of the model.
 
 Leaves out how the text of a config names modules (`config.precision`) and what is executed in the
 end (`probe.executed`).
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_kernels import AttentionFn
+from attention_kernels.delayed_scaling import OperandScales
 from stability.config.convert import nearest
 from stability.config.precision import (
     EMULATED,
@@ -45,6 +47,7 @@ from stability.model.precision import EmulatedLinear, RecipeLinear, autocast_dty
 
 __all__ = [
     "KeyOfModule",
+    "ScalesOfModule",
     "attention_in_default",
     "check_globs",
     "in_module_precision",
@@ -55,19 +58,30 @@ __all__ = [
 KeyOfModule = Callable[[int], Sequence[int]]
 """Returns the key that the stochastic rounding of a module draws by, given its number."""
 
+ScalesOfModule = Callable[[str], OperandScales | None]
+"""Returns the delayed scales of a module's operands, given its name; None for the values' own."""
+
 
 def _no_key(number: int) -> Sequence[int]:
     return ()
 
 
+def _no_scales(name: str) -> None:
+    return None
+
+
 def with_module_precision(
-    model: nn.Module, precision: Precision, device: torch.device, key_of: KeyOfModule = _no_key
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    key_of: KeyOfModule = _no_key,
+    scales_of: ScalesOfModule = _no_scales,
 ) -> None:
     """Let each module of `model` that a glob names compute as `precision` says, from now on.
 
     `device` is the one that trains. Without globs nothing is touched. Recipes that round
-    stochastically draw by `key_of`, and without it the same bits at each call. ValueError as
-    `check_globs`.
+    stochastically draw by `key_of`, and without it the same bits at each call; those with delayed
+    scales have the ones of `scales_of`. ValueError as `check_globs`.
     """
     check_globs(model, precision)
     for number, (name, module) in enumerate(model.named_modules()):
@@ -76,18 +90,22 @@ def with_module_precision(
         if value:
             within = partial(_context, value, precision, device, name)
             if value.startswith(RECIPE):
-                key = partial(key_of, number)
-                within = partial(_recipe_context, value, precision, device, name, key)
+                key, scales = partial(key_of, number), scales_of(name)
+                within = partial(_recipe_context, value, precision, device, name, key, scales)
             module.forward = _within(module.forward, value, within)
 
 
 @contextmanager
 def in_module_precision(
-    model: nn.Module, precision: Precision, device: torch.device, key_of: KeyOfModule = _no_key
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    key_of: KeyOfModule = _no_key,
+    scales_of: ScalesOfModule = _no_scales,
 ) -> Generator[None, None, None]:
     """Inside, the modules of `model` compute as after `with_module_precision`."""
     own = {module: vars(module).get("forward") for module in model.modules()}
-    with_module_precision(model, precision, device, key_of)
+    with_module_precision(model, precision, device, key_of, scales_of)
     try:
         yield
     finally:
@@ -192,9 +210,11 @@ def _recipe_context(
     device: torch.device,
     module: str,
     key: Callable[[], Sequence[int]],
+    scales: OperandScales | None,
 ) -> Generator[None, None, None]:
     """Compute linear layers by the recipe `value`, and all else in the default's precision."""
     recipe = linear_recipe(value)
     assert recipe is not None
-    with _context(precision.default, precision, device), RecipeLinear(recipe, module, key()):
+    linear = RecipeLinear(recipe, module, key(), scales)
+    with _context(precision.default, precision, device), linear:
         yield

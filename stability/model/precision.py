@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_kernels import Format, round_to
+from attention_kernels.delayed_scaling import OperandScales
 from attention_kernels.linear_recipes import LinearRecipe
 from attention_kernels.recipe_linear import recipe_linear
 from stability.config.precision import OPERANDS, emulated_format, parse_precision
@@ -136,13 +137,21 @@ class RecipeLinear(EmulatedLinear):
     """A context in which `F.linear` is computed by a recipe; all else is unchanged.
 
     It is entered for one forward of a `module`, which draws by `rounding_key`: of several products
-    in there each has bits of its own, and the same ones where the forward is made again.
+    in there each has bits and delayed `scales` of its own, and the same ones where the forward is
+    made again.
     """
 
-    def __init__(self, recipe: LinearRecipe, module: str, rounding_key: Sequence[int]) -> None:
+    def __init__(
+        self,
+        recipe: LinearRecipe,
+        module: str,
+        rounding_key: Sequence[int],
+        scales: OperandScales | None = None,
+    ) -> None:
         super().__init__(None, module)
         self._recipe = recipe
         self._key = rounding_key
+        self._scales = scales
         self._products = 0
 
     @property
@@ -151,7 +160,15 @@ class RecipeLinear(EmulatedLinear):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         part, self._products = self._products, self._products + 1
-        return recipe_linear(input, weight, bias, self._recipe, rounding_key=self._key, part=part)
+        return recipe_linear(
+            input,
+            weight,
+            bias,
+            self._recipe,
+            rounding_key=self._key,
+            part=part,
+            scales=self._scales,
+        )
 
 
 class _RoundedLinear(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import nn
 from attention_kernels import Format
 from attention_kernels.linear_recipes import LinearRecipe
 from stability.config.convert import nearest
-from stability.config.precision import emulated_format, linear_recipe
+from stability.config.precision import RECIPE, emulated_format, linear_recipe
 from stability.config.user_functions import import_function, source_hash
 from stability.probe.module_call import ModuleCall, forward_of
 from stability.probe.rounded_products import RecipeProducts, RoundedProducts
@@ -87,6 +87,12 @@ def resolve_candidate(candidate: str | Callable[..., Any], glob: str) -> ModuleC
         format, recipe = emulated_format(candidate), linear_recipe(candidate)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
+    if recipe is not None and recipe.is_delayed:
+        raise ValueError(
+            f"{what} must have scales of the values at hand, got {candidate!r}: delayed ones "
+            "follow from earlier updates, which a call beside the module has not seen; use "
+            f"{RECIPE}fp8_current"
+        )
     if format is not None or recipe is not None:
         described = {"implementation": candidate}
         return ModuleCandidate(name=candidate, description=described, format=format, recipe=recipe)

@@ -19,21 +19,22 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
-from torch._dynamo.exc import InvalidBackend
 
+from attention_kernels.delayed_scaling import DelayedScales
 from attention_kernels.fp_environment import settle_vector_math
+from stability.callbacks.delayed_scales import DelayedScaling
 from stability.callbacks.gradient_callback import GradientProbe
 from stability.callbacks.instability_watch import InstabilityWatch
 from stability.callbacks.probe_callbacks import DeviationProbe
 from stability.callbacks.random_numbers import RandomNumbers
 from stability.callbacks.rounding_steps import RoundingSteps
-from stability.config.convert import nearest
 from stability.config.model import BUILDERS, HUGGINGFACE, ModelConfig
 from stability.config.parallel import ParallelConfig
 from stability.config.precision import emulated_format, parse_precision
-from stability.config.schema import ArmConfig, TrainConfig
+from stability.config.schema import ArmConfig
 from stability.data.datamodule import Share, TextDataModule
 from stability.intercept.replacement import Replacement
+from stability.model.compiled import compiled
 from stability.model.decoder import attentions_of, blocks_of, build_decoder
 from stability.model.decoder_parts import shared_state
 from stability.model.initial_weights import initialise, nudge_weights
@@ -206,14 +207,16 @@ def assemble(config: ArmConfig) -> Parts:
         if not config.model.is_ours:
             model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
-    with_module_precision(model, precision, device, keys.of_module)
+    scales = DelayedScales()
+    with_module_precision(model, precision, device, keys.of_module, scales.of)
     callbacks = [
         RoundingSteps(keys, config.parallel.tensor),
-        *_instruments(config, device, model, probe, modules, keys),
+        *([DelayedScaling(scales)] if precision.is_delayed else []),
+        *_instruments(config, device, model, probe, modules, keys, scales),
     ]
     if config.train.compile:
         # not the module itself: hooks on it stay outside of the graph
-        model.forward = _compiled(model.forward, config.train)
+        model.forward = compiled(model.forward, config.train)
     return Parts(
         model=model,
         module=_trained(model, config, start),
@@ -233,6 +236,7 @@ def _instruments(
     probe: AttentionProbe | None,
     modules: dict[str, nn.Module],
     keys: RoundingKeys,
+    scales: DelayedScales,
 ) -> list[Callback]:
     """Return the callbacks that look at a run; `modules` get those that the probe looks inside."""
     callbacks: list[Callback] = []
@@ -241,7 +245,9 @@ def _instruments(
         callbacks.append(_probing(config, probe, model))
     if config.watch.every:
         callbacks.append(InstabilityWatch(config.watch.every))
-    gradients = gradients_of_arm(config, device, keys) if config.probe.gradient_every else None
+    gradients = None
+    if config.probe.gradient_every:
+        gradients = gradients_of_arm(config, device, keys, scales)
     if gradients is not None:
         callbacks.append(
             GradientProbe(
@@ -306,28 +312,6 @@ def _trained(model: nn.Module, config: ArmConfig, start: Start | None) -> Langua
     module.take_over(start.optimizer if start else None)
     module.configure_optimizers()
     return module
-
-
-def _compiled(function: Any, train: TrainConfig) -> Any:
-    """Return `function` compiled.
-
-    ValueError for an unknown backend, which names the nearest, and for options that it refuses.
-    """
-    options = dict(train.compile_options)
-    mode = options.pop("mode", None)
-    try:
-        return torch.compile(function, backend=train.compile, mode=mode, options=options or None)
-    except InvalidBackend as error:
-        known = torch.compiler.list_backends(())  # those for debugging as well
-        raise ValueError(
-            f"train.compile must be a backend of torch.compile, got {train.compile!r}; nearest: "
-            f"{nearest(train.compile, known)}"
-        ) from error
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"train.compile_options must be those of {train.compile}, got "
-            f"{train.compile_options!r}; {error}"
-        ) from error
 
 
 def imports_user_modules(config: ArmConfig) -> bool:

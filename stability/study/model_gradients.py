@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attention_kernels import Format
+from attention_kernels.delayed_scaling import DelayedScales, OperandScales
 from stability.config.precision import emulated_format, parse_precision
 from stability.config.schema import ArmConfig, AttentionConfig, ModelConfig
 from stability.intercept.replacement import Replacement
@@ -61,6 +62,9 @@ class ModelGradients:
     changed: Sequence[bool]
     keys: RoundingKeys | None = None
     """Those that linear layers draw by, where a recipe rounds them stochastically."""
+    scales: DelayedScales | None = None
+    """The run's, where a recipe has delayed ones: they are looked at, and see nothing. Without them
+    a scale is that of the values at hand."""
     _shells: list[nn.Module] = field(default_factory=list)
     """The model of others without weights, once it is built: that draws them all."""
 
@@ -91,7 +95,7 @@ class ModelGradients:
         else:
             dtype, rest = _weights_dtype(self.precision), _rest(self.precision, batch.device)
             key_of = (lambda number: ()) if self.keys is None else self.keys.of_module
-            modules = in_module_precision(model, trained_in, batch.device, key_of)
+            modules = in_module_precision(model, trained_in, batch.device, key_of, self._scales_of)
         leaves = {
             name: value.detach().to(dtype).requires_grad_() for name, value in weights.items()
         }
@@ -104,6 +108,9 @@ class ModelGradients:
                 loss = next_token_loss(logits, batch) * scale
             found = torch.autograd.grad(loss, list(leaves.values()))
         return {name: x / scale for name, x in zip(leaves, found, strict=True)}
+
+    def _scales_of(self, module: str) -> OperandScales | None:
+        return self.scales.of(module, records=False) if self.scales is not None else None
 
     def _shell(self, attentions: Sequence[Attention], device: torch.device) -> nn.Module:
         """Return a model that attends so and has no weights of its own."""
@@ -139,20 +146,28 @@ class ModelGradients:
 
 
 def gradients_of_arm(
-    config: ArmConfig, device: torch.device, keys: RoundingKeys | None = None
+    config: ArmConfig,
+    device: torch.device,
+    keys: RoundingKeys | None = None,
+    scales: DelayedScales | None = None,
 ) -> ModelGradients | None:
     """Return the gradients of an arm that changes the attention, None of any other.
 
     The candidate is the arm's own attention and the baseline its first shadow, which in such an arm
     is the study's. None as well at 64-true, where the golden is no finer than what it would judge.
     Attentions that round stochastically draw by `keys`, as the run's own do, and without them the
-    same at each call. ValueError as `resolve_attention`.
+    same at each call. `scales` are the run's delayed ones. ValueError as `resolve_attention`.
     """
-    return None if config.precision == "64-true" else attentions_of_arm(config, device, keys)
+    if config.precision == "64-true":
+        return None
+    return attentions_of_arm(config, device, keys, scales)
 
 
 def attentions_of_arm(
-    config: ArmConfig, device: torch.device, keys: RoundingKeys | None = None
+    config: ArmConfig,
+    device: torch.device,
+    keys: RoundingKeys | None = None,
+    scales: DelayedScales | None = None,
 ) -> ModelGradients | None:
     """Return what `gradients_of_arm` does, at any precision.
 
@@ -180,6 +195,7 @@ def attentions_of_arm(
         baseline=[at(own, i) for i in range(len(covered))],
         changed=covered,
         keys=keys,
+        scales=scales,
     )
 
 

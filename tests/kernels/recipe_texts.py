@@ -17,5 +17,7 @@ WRITTEN_OUT = {
     "deepseek_v3_pow2": _TILES.format("-rceil"),
     "fp8_current": "forward=fp8_per_tensor dgrad=fp8_per_tensor-e5m2/fp8_per_tensor "
     "wgrad=fp8_per_tensor-e5m2/fp8_per_tensor",
+    "fp8_delayed": "forward=delayed-e4m3 dgrad=delayed-e5m2/delayed-e4m3 "
+    "wgrad=delayed-e5m2/delayed-e4m3",
 }
 """By name, in the spelling that a config keeps."""

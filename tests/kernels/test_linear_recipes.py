@@ -122,7 +122,13 @@ def test_each_block_recipe_and_format_may_be_every_operand(encoding):
 
 
 _ENCODINGS = st.sampled_from([*BLOCK_RECIPES, "mxfp6-e3m2-even", "bf16", "e4m3-saturate", "e3m4"])
-_OPERANDS = st.builds(LinearOperand, encoding=_ENCODINGS, rounding=st.sampled_from(ROUNDINGS))
+_OPERANDS = st.builds(
+    LinearOperand, encoding=_ENCODINGS, rounding=st.sampled_from(ROUNDINGS)
+) | st.builds(
+    LinearOperand,
+    encoding=st.sampled_from(["delayed-e4m3", "delayed-e2m1"]),
+    history=st.sampled_from([1, 16, 1024, 100_000]),
+)
 
 
 @st.composite
@@ -156,6 +162,7 @@ def _parts_of(recipe):
         told = (
             f"{each.encoding}+rotated{each.rotation}+{each.rounding}"
             + "+of_forward" * each.of_forward
+            + f"+history{each.history}" * each.encoding.startswith("delayed")
             for each in getattr(recipe, name)
         )
         yield f"{name}={'/'.join(told)}"
@@ -176,8 +183,11 @@ def _parts_of(recipe):
         ("all=mxfp4 all=mxfp8", "must give all once, got it twice"),
         ("all=mxfp4/mxfp8", "all must be one operand, got 'mxfp4/mxfp8'; a pair is of one product"),
         ("all=mxfp4 dgrad=mxfp8/mxfp8/mxfp8", "dgrad must be one operand or LEFT/RIGHT, got 'mxf"),
-        ("all=mxpf4", "all must be in a block recipe or a format, got 'mxpf4'; nearest: mxfp4"),
-        ("all=mxfp4 wgrad=/mxfp8", "wgrad must be in a block recipe or a format, got ''"),
+        ("all=mxpf4", "all must be in a block recipe, .* got 'mxpf4'; nearest: mxfp4"),
+        (
+            "all=mxfp4 wgrad=/mxfp8",
+            "wgrad must be in a block recipe, a format or delayed-<format>, got ''",
+        ),
         ("all=fp64", "all must be in a format that FP32 holds, got 'fp64'"),
         (
             "all=mxfp4+stochstic",
@@ -191,8 +201,13 @@ def _parts_of(recipe):
         ("all=mxfp8 output=e4m3", "output must be one of bf16, fp16, fp32, got 'e4m3'"),
         ("all=mxfp8 last_blocks=two", "last_blocks must be a number, got 'two'"),
         ("all=mxfp8 last_blocks=nan", "last_blocks must be from 0 to below 1, got nan"),
-        ("fp8_delayed", "must have scales of the values at hand, got 'fp8_delayed': delayed ones"),
-        ("all=delayed-e4m3", "all must have .* got 'delayed-e4m3': .* use the blocks fp8_per_ten"),
+        ("delayed-e4m3", "got 'delayed-e4m3'; nearest: .*; in every product: all=delayed-e4m3"),
+        ("all=delayed-mxfp8", "all must be in a block recipe, .* got 'delayed-mxfp8'"),
+        ("all=delayed-e4q3", "got 'delayed-e4q3'; nearest: delayed-e4m3"),
+        ("all=delayed-fp64", "all must be in a format that FP32 holds, got 'delayed-fp64'"),
+        ("all=delayed-e4m3+history0", "history<updates up to 100000>, got 'history0'"),
+        ("all=delayed-e4m3+history100001", "history<updates up to 100000>, got 'history100001'"),
+        ("all=mxfp8+history16", "forward.left must be in delayed-<format> where it has a history"),
     ],
 )
 def test_what_is_no_recipe_in_parts_is_refused_with_what_is_wrong_in_it(text, message):
@@ -208,6 +223,7 @@ def test_what_is_no_recipe_in_parts_is_refused_with_what_is_wrong_in_it(text, me
         ("all=mxfp4 wgrad=e5m2/mxfp4", {"e5m2", "bf16", "fp32"}),
         ("all=mxfp4 forward=e4m3 dgrad=mxfp4/e4m3", {"bf16", "fp32"}),
         ("all=mxfp4 output=fp16", {"fp16", "fp32"}),
+        ("fp8_delayed", {"bf16", "fp32"}),
         ("all=mxfp4 weight_gradient=fp16", {"bf16", "fp16"}),
     ],
 )

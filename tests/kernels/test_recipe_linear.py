@@ -49,6 +49,8 @@ BLOCKS = {
     "squares pow2": ("e4m3", 128, 128, "power of two"),
     "tensor": ("e4m3", 10**6, 10**6, "fp32"),
     "tensor e5m2": ("e5m2", 10**6, 10**6, "fp32"),
+    "late": ("e4m3", 10**6, 10**6, "multiplied by"),
+    "late e5m2": ("e5m2", 10**6, 10**6, "multiplied by"),
 }
 """Elements, block across and along the summed axis, and scale: what the sources say."""
 
@@ -77,6 +79,12 @@ PUBLISHED = {
         "forward": ("tensor", "tensor"),
         "dgrad": ("tensor e5m2", "tensor"),
         "wgrad": ("tensor e5m2", "tensor"),
+    },
+    # without scales of earlier updates: by those that the values would leave behind
+    "fp8_delayed": {
+        "forward": ("late", "late"),
+        "dgrad": ("late e5m2", "late"),
+        "wgrad": ("late e5m2", "late"),
     },
 }
 """The operands of each product: x and w, dy and w, dy and x."""
@@ -127,6 +135,9 @@ def block_by_block(x, axis, name):
             if scale == "two levels":
                 own = F32(min(amax / F32(6) / tensor, F32(448)).astype(ml_dtypes.float8_e4m3fn))
                 scaled = block * (F32(1) / tensor / own)
+            elif scale == "multiplied by":
+                factor = F32(largest) / amax
+                own, scaled = F32(1) / factor, block * factor
             else:
                 own = amax / F32(largest)
                 if scale == "power of two":

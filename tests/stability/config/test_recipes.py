@@ -236,8 +236,11 @@ def test_a_loss_scaler_is_needed_where_a_recipe_gives_gradients_no_scale(text, n
             "recipe:all=mxfp4 last_blocks=0.9",
             "recipe:forward=mxfp4 .* must leave a block to compute so, got 8 in all",
         ),
-        ("recipe:fp8_delayed", "recipe must have scales of the values at hand, got 'fp8_delayed'"),
-        ("{default: {all: delayed-e4m3}}", "recipe: all must have scales .* no checkpoint of a"),
+        (
+            "recipe:fp8_delay",
+            "recipe must be one of a linear layer, got 'fp8_delay'; .* fp8_delayed",
+        ),
+        ("{default: {all: delayed-mx}}", "recipe: all must be in a block recipe, .* 'delayed-mx'"),
     ],
 )
 def test_what_is_no_recipe_in_parts_is_said_in_a_line(read, precision, message):

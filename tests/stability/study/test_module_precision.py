@@ -49,9 +49,9 @@ def test_an_arm_whose_modules_differ_is_one_change_and_a_proven_pair(
 def test_a_module_that_multiplies_otherwise_than_it_is_labelled_fails_the_run(
     write_study, run_tiny, tmp_path, monkeypatch
 ):
-    def but_one(model, precision, device, key_of):
+    def but_one(model, precision, *rest):
         kept = tuple(each for each in precision.modules if each[0] != "blocks.layer_0.mlp_up")
-        assemble_module_precision(model, replace(precision, modules=kept), device, key_of)
+        assemble_module_precision(model, replace(precision, modules=kept), *rest)
 
     assemble_module_precision = assemble_module.with_module_precision
     monkeypatch.setattr(assemble_module, "with_module_precision", but_one)

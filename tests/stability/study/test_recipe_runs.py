@@ -1,11 +1,14 @@
 """A run by a recipe is a pair like any other: repeatable, resumable, watched, held to its label."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stability.analysis.pair_contract import prove_pair
+from stability.callbacks.delayed_scales import DelayedScaling
+from stability.callbacks.gradient_callback import GradientProbe
 from stability.config.load import load_study
 from stability.model.layouts import check_layout
 from stability.model.lightning_module import next_token_loss
@@ -95,9 +98,9 @@ def test_runs_by_recipes_in_parts_are_arms_of_their_own_however_they_are_spelled
 def test_a_module_that_the_recipe_did_not_compute_fails_the_run(
     write_study, run_tiny, tmp_path, monkeypatch
 ):
-    def but_one(model, precision, device, key_of):
+    def but_one(model, precision, *rest):
         modules = (*precision.modules, ("blocks.layer_0.mlp_up", "bf16"))
-        with_module_precision(model, replace(precision, modules=modules), device, key_of)
+        with_module_precision(model, replace(precision, modules=modules), *rest)
 
     with_module_precision = assemble_module.with_module_precision
     monkeypatch.setattr(assemble_module, "with_module_precision", but_one)
@@ -109,8 +112,50 @@ def test_a_module_that_the_recipe_did_not_compute_fails_the_run(
     assert run_tiny(study, tmp_path).ended[1] == ("own", 0, "failed", said)
 
 
+def test_a_look_at_the_gradient_has_the_runs_delayed_scales_and_leaves_nothing_in_them(write_study):
+    """After an update whose amaxes are far from those of the values at hand."""
+    content = load_study(write_study()).base
+    probe = replace(content.probe, shadows_are="baseline", gradient_every=1)
+    config = replace(content, precision="recipe:fp8_delayed", probe=probe)
+    parts, batch = assemble(config), torch.arange(4 * 33).view(4, 33) % 64
+    (steps,) = (each for each in parts.callbacks if isinstance(each, DelayedScaling))
+    (look,) = (each for each in parts.callbacks if isinstance(each, GradientProbe))
+    trainer = SimpleNamespace(global_step=0, global_rank=0, world_size=1)
+
+    def trained(scale=1.0):
+        with torch.autocast("cpu", torch.bfloat16):
+            (scale * next_token_loss(parts.model(batch[:, :-1]), batch)).backward()
+        found = {name: p.grad.clone() for name, p in parts.model.named_parameters()}
+        parts.model.zero_grad()
+        return found
+
+    steps.setup(trainer, None, "fit")
+    steps.on_train_batch_start(trainer, None, batch, 0)
+    trained(scale=1e-3)
+    trainer.global_step = 1
+    steps.on_train_batch_end(trainer, None, None, batch, 0)
+    steps.on_train_batch_start(trainer, None, batch, 1)
+    weights = {name: p.detach() for name, p in parts.model.named_parameters()}
+    seen = look._gradients(weights, batch, "candidate", is_isolated=False)
+    at_hand = gradients_of_arm(config, torch.device("cpu")).of(
+        weights, batch, "candidate", is_isolated=False
+    )
+    stored = steps.state_dict()
+    now = trained()
+    assert all(torch.equal(seen[name], now[name]) for name in now)
+    name = "blocks.layer_0.mlp_up.weight"
+    # the scales of gradients a thousandth as large make these saturate
+    assert now[name].norm() < 0.1 * at_hand[name].norm()
+    trainer.global_step = 2
+    steps.on_train_batch_end(trainer, None, None, batch, 1)
+    dy = next(n for n in stored if n.startswith("blocks.layer_1.mlp_residual: dgrad.left"))
+    known = steps.state_dict()[dy]["history"]
+    assert known[-1].item() == pytest.approx(1000 * known[-2].item(), rel=0.01)
+    assert (known > 0).sum() == 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["recipe:nvfp4", TEXT])
+@pytest.mark.parametrize("precision", ["recipe:nvfp4", "recipe:fp8_delayed", TEXT])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(
     write_study, run_tiny, tmp_path, precision
 ):
@@ -133,6 +178,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(
     "precision",
     [
         "recipe:nvfp4",
+        "recipe:fp8_delayed",
         pytest.param("emulated:e5m2, *.mlp_*=recipe:nvfp4", marks=pytest.mark.slow),
     ],
 )
