@@ -196,6 +196,10 @@ def test_a_candidate_that_writes_and_draws_random_numbers_does_not_reach_the_run
             r"modules\['\*.mlp'\] must be one of emulated:<f",
         ),
         ({"modules": {"*.mlp": "emulated:e9"}}, r"modules\['\*.mlp'\]: precision: "),
+        (
+            {"modules": {"*.mlp": "recipe:fp8_delayed"}},
+            r"must have scales of the values at hand, got 'recipe:fp8_delayed': .*fp8_current",
+        ),
         ({"modules": {"*.mlp": "recipe:mxpf8"}}, r"precision: recipe must .* nearest: mxfp8"),
         ({"modules": {"*.mlp": "math:nosuch"}}, r"must be a function that math has, got 'nosuch'"),
         ({"modules": {"*.mlp": "no.such:f"}}, r"must be MODULE:FUNCTION of a module that imports"),

@@ -1,6 +1,7 @@
 """A run by a recipe is a pair like any other: repeatable, resumable, watched, held to its label."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -112,46 +113,58 @@ def test_a_module_that_the_recipe_did_not_compute_fails_the_run(
     assert run_tiny(study, tmp_path).ended[1] == ("own", 0, "failed", said)
 
 
-def test_a_look_at_the_gradient_has_the_runs_delayed_scales_and_leaves_nothing_in_them(write_study):
-    """After an update whose amaxes are far from those of the values at hand."""
-    content = load_study(write_study()).base
-    probe = replace(content.probe, shadows_are="baseline", gradient_every=1)
-    config = replace(content, precision="recipe:fp8_delayed", probe=probe)
-    parts, batch = assemble(config), torch.arange(4 * 33).view(4, 33) % 64
+BATCH = torch.arange(4 * 33).view(4, 33) % 64
+
+
+def _two_updates(config, look=lambda parts, weights: None):
+    """Train twice on BATCH, the first time by a thousandth of the loss; look within the second.
+
+    Return the gradients of the second, what was seen, and the delayed scales that are left.
+    """
+    parts = assemble(config)
     (steps,) = (each for each in parts.callbacks if isinstance(each, DelayedScaling))
-    (look,) = (each for each in parts.callbacks if isinstance(each, GradientProbe))
     trainer = SimpleNamespace(global_step=0, global_rank=0, world_size=1)
-
-    def trained(scale=1.0):
-        with torch.autocast("cpu", torch.bfloat16):
-            (scale * next_token_loss(parts.model(batch[:, :-1]), batch)).backward()
-        found = {name: p.grad.clone() for name, p in parts.model.named_parameters()}
-        parts.model.zero_grad()
-        return found
-
     steps.setup(trainer, None, "fit")
-    steps.on_train_batch_start(trainer, None, batch, 0)
-    trained(scale=1e-3)
-    trainer.global_step = 1
-    steps.on_train_batch_end(trainer, None, None, batch, 0)
-    steps.on_train_batch_start(trainer, None, batch, 1)
-    weights = {name: p.detach() for name, p in parts.model.named_parameters()}
-    seen = look._gradients(weights, batch, "candidate", is_isolated=False)
-    at_hand = gradients_of_arm(config, torch.device("cpu")).of(
-        weights, batch, "candidate", is_isolated=False
-    )
-    stored = steps.state_dict()
-    now = trained()
-    assert all(torch.equal(seen[name], now[name]) for name in now)
+    seen, grads = None, {}
+    for step, scale in enumerate((1e-3, 1.0)):
+        steps.on_train_batch_start(trainer, None, BATCH, step)
+        if step:
+            seen = look(parts, {name: p.detach() for name, p in parts.model.named_parameters()})
+        with torch.autocast("cpu", torch.bfloat16):
+            (scale * next_token_loss(parts.model(BATCH[:, :-1]), BATCH)).backward()
+        grads = {name: p.grad for name, p in parts.model.named_parameters()}
+        parts.model.zero_grad()
+        trainer.global_step += 1
+        steps.on_train_batch_end(trainer, None, None, BATCH, step)
+    return grads, seen, steps.state_dict()
+
+
+def test_a_look_at_the_gradient_has_the_runs_delayed_scales_and_leaves_nothing_in_them(write_study):
+    base = load_study(write_study()).base
+    probe = replace(base.probe, shadows_are="baseline", gradient_every=1)
+    config = replace(base, precision="recipe:fp8_delayed", probe=probe)
+
+    def look(parts, weights):
+        (probe,) = (each for each in parts.callbacks if isinstance(each, GradientProbe))
+        as_trained = partial(probe._gradients, weights, role="candidate", is_isolated=False)
+        as_trained((BATCH + 7) % 64, scale=100.0)
+        return as_trained(BATCH)
+
+    grads, seen, states = _two_updates(config, look)
+    unseen, _, expected = _two_updates(config)
+    assert all(torch.equal(seen[name], grads[name]) for name in grads)
+    assert all(torch.equal(unseen[name], grads[name]) for name in grads)
+    assert all(torch.equal(states[n]["history"], each["history"]) for n, each in expected.items())
+    # by scales of gradients a thousandth as large these saturate, and by those at hand they do not
     name = "blocks.layer_0.mlp_up.weight"
-    # the scales of gradients a thousandth as large make these saturate
-    assert now[name].norm() < 0.1 * at_hand[name].norm()
-    trainer.global_step = 2
-    steps.on_train_batch_end(trainer, None, None, batch, 1)
-    dy = next(n for n in stored if n.startswith("blocks.layer_1.mlp_residual: dgrad.left"))
-    known = steps.state_dict()[dy]["history"]
-    assert known[-1].item() == pytest.approx(1000 * known[-2].item(), rel=0.01)
-    assert (known > 0).sum() == 2
+    at_hand = replace(config, precision="recipe:fp8_current")
+    weights = {n: p.detach() for n, p in assemble(config).model.named_parameters()}
+    current = gradients_of_arm(at_hand, torch.device("cpu")).of(weights, BATCH, "candidate", False)
+    assert grads[name].norm() < 0.1 * current[name].norm()
+    dy = next(n for n in states if n.startswith("blocks.layer_1.mlp_residual: dgrad.left"))
+    history = states[dy]["history"]
+    assert history[-1].item() == pytest.approx(1000 * history[-2].item(), rel=0.01)
+    assert (history > 0).sum() == 2
 
 
 @pytest.mark.slow
@@ -160,12 +173,13 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_bits(
     write_study, run_tiny, tmp_path, precision
 ):
     edit = _arms(precision, rerun={})
-    study, root = load_study(write_study(edit), {"train.checkpoint_every": "3"}), tmp_path / "tiny"
+    study, root = load_study(write_study(edit), {"train.checkpoint_every": "2"}), tmp_path / "tiny"
     run_tiny(study, tmp_path)
     whole = recorded_bits(root)
     baseline = _run(tmp_path, "baseline")
     manifest = read_manifest(baseline.manifest)
-    last = max(baseline.checkpoints_dir.glob("*.ckpt"))
+    first, last = sorted(baseline.checkpoints_dir.glob("*.ckpt"))
+    assert first.stem == "step-00000002", "it goes on from there"
     gone = {baseline.name_of(last), "metrics.jsonl"}
     files = {name: sha for name, sha in manifest.files.items() if name not in gone}
     last.unlink()
