@@ -1,5 +1,6 @@
 """The reference pages of the site leave nothing out: every key, metric and public name is there."""
 
+import inspect
 import re
 from itertools import pairwise
 
@@ -13,6 +14,7 @@ from stability.records.metric_log import read_lines
 from tests.test_site import SCRIPT
 
 PAGES = {**REFERENCE, "python": SCRIPT["python_page"]}
+OF_TERMINAL = REFERENCE["python"]()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -41,6 +43,42 @@ def test_each_public_name_is_on_the_page(package):
     shown = re.findall(r"^::: ([\w.]+)\.(\w+)$", PAGES["python"](), re.MULTILINE)
     own = {name for home, name in shown if home.partition(".")[0] == package.__name__}
     assert own == {*package.__all__}
+    here = OF_TERMINAL.split(f"\n## {package.__name__}\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"^### (\w+)$", here.replace("\\_", "_"), re.MULTILINE)) == own
+
+
+def _said_in_terminal(name: str) -> str:
+    return re.split("\n##", OF_TERMINAL.split(f"\n### {name}\n")[1])[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [stability.record, stability.shadow, attention_kernels.flash_attention],
+    ids=lambda x: x.__name__,
+)
+def test_a_function_is_shown_in_the_terminal_with_each_argument_and_its_docstring(function):
+    said = _said_in_terminal(function.__name__)
+    signature, words = said.split("```python\n")[1].split("\n```\n")
+    shown = re.findall(r"^ {4}\*{0,2}(\w+)(?:: .+)?,$", signature, re.MULTILINE)
+    parameters = inspect.signature(function).parameters
+    assert shown == [*parameters]
+    for name, each in parameters.items():
+        if isinstance(each.default, str | int):
+            assert re.search(
+                rf"^ {{4}}{name}: .* = {re.escape(repr(each.default))},$", signature, re.M
+            )
+    docstring = inspect.getdoc(function).replace("- ", "")
+    assert "".join(docstring.split()) == "".join(words.replace("- ", "").split())
+
+
+def test_a_class_is_shown_with_its_fields_and_the_methods_that_a_user_calls():
+    said = _said_in_terminal("Format")
+    assert "- `saturate: bool = False`" in said
+    assert "Format.fits(wider: 'Format') -> bool" in said
+    assert "`Format.max_value`: Largest finite value." in said
+    hooks = re.findall(r"Callback\.(?:on_|_|state_dict)\w*", OF_TERMINAL)
+    assert hooks == []
+    assert "`stabilised`" in _said_in_terminal("PROFILES")
 
 
 IN_LOG, IN_LOG_ALONE, IN_SUMMARY, OF_STUDY, WORDS = name_tables()

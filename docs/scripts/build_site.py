@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 import yaml
 
+from stability.cli.python_reference import PUBLIC
 from stability.cli.reference import REFERENCE, WORDS
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = yaml.safe_load((ROOT / "docs" / "contents.yaml").read_text(encoding="utf-8"))
 """By section, the pages of the site and the files that they are."""
 
-PUBLIC = ("stability", "attention_kernels")
 SHOWN = {
     "show_source": False,
     "show_root_heading": True,

@@ -16,7 +16,12 @@ __all__ = ["docs"]
 
 _WIDEST = 100
 """Columns of a page in a wider terminal: longer lines are hard to read."""
-_REFERENCE = {"cli": "Command line", "keys": "YAML keys", "metrics": "Metrics"}
+_REFERENCE = {
+    "cli": "Command line",
+    "keys": "YAML keys",
+    "metrics": "Metrics",
+    "python": "Python",
+}
 """The pages that are made of the code, and their titles."""
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 

@@ -1,4 +1,4 @@
-"""The pages of the reference, made of the code: the verbs, the keys of the YAML, the metrics.
+"""The pages of the reference, made of the code: verbs, keys of the YAML, metrics, Python.
 
 `stability docs` shows them, and `docs/scripts/build_site.py` puts them into the site. None is
 written by hand: they are the verbs' own help, the dataclasses with their docstrings, and the tables
@@ -16,6 +16,7 @@ from typing import Any
 
 from stability.analysis import ladder
 from stability.cli import main as command_line
+from stability.cli.python_reference import python_page
 from stability.config import command_study, model, parallel, schema, study
 from stability.metrics import parameter_groups
 from stability.records import figure_table, metric_names, metric_table
@@ -213,5 +214,10 @@ def _of_ladder() -> dict[str, dict[str, str]]:
     return found
 
 
-REFERENCE = {"cli": command_line_page, "keys": keys_page, "metrics": metrics_page}
+REFERENCE = {
+    "cli": command_line_page,
+    "keys": keys_page,
+    "metrics": metrics_page,
+    "python": lambda: python_page(WORDS),
+}
 """By name, what makes each page."""

@@ -85,7 +85,7 @@ def test_what_a_clone_alone_has_is_left_out(
     monkeypatch.setattr(shipped, "docs", lambda: tmp_path / "docs")
     main(["docs"])
     listed = re.findall(r"^  (\w+)", capsys.readouterr().out, flags=re.MULTILINE)
-    assert listed == ["study", "kernels", "experiments", "cli", "keys", "metrics"]
+    assert listed == ["study", "kernels", "experiments", "cli", "keys", "metrics", "python"]
     assert "](your_own_training.md)" in (tmp_path / "docs" / "study.md").read_text()
     main(["docs", "study"])
     assert "](your_own_training.md" not in capsys.readouterr().out, "that page is not here"
