@@ -1,16 +1,22 @@
 """Quantizes a tensor by a scale from earlier steps: delayed scaling, as Transformer Engine has it.
 
 The scale of a step is the largest value of the format divided by an amax of earlier steps, so the
-tensor is read once. What is larger than the past foresaw saturates. `quantize_delayed` is one step
-of one tensor: its state is a value that goes in and comes out, so that a recomputed forward can use
-the one of its step again. `DelayedScales` holds those of a whole training, where an update is the
-step: its micro-batches share a scale, and leave one amax behind, the largest of them.
+tensor is read once. What is larger than the past foresaw saturates; what is infinite or NaN stays
+so, that a loss scaler sees it, where Transformer Engine makes the largest value of an infinity. An
+infinite amax keeps the scale as it is for as long as the history has it.
 
-Source: NVIDIA's Transformer Engine, recipe `DelayedScaling`. There each micro-batch is a step.
+`quantize_delayed` is one step of one tensor: its state is a value that goes in and comes out, so
+that a recomputed forward can use the one of its step again. `DelayedScales` holds those of a whole
+training, where an update is the step: its micro-batches share a scale, and leave one amax behind,
+the largest of them.
+
+Source: NVIDIA's Transformer Engine, recipe `DelayedScaling`. There each micro-batch is a step, and
+an operand that a step does not meet has an amax of 0 in it; here it keeps its history.
 Leaves out scales from the tensor itself (`block_scaling`), and how ranks tell one another their
 amaxes, which is the caller's.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -83,15 +89,19 @@ def _quantized(
     x: Tensor, scale: Tensor, elements: str, rounding: str, seed: int, bits: Tensor | None
 ) -> Quantized:
     """Return `x` in units of 1 / scale, saturated and rounded to `elements`."""
-    largest = format_named(elements).max_value
-    scaled = (x.float() * scale).clamp(-largest, largest)
+    largest, wide = format_named(elements).max_value, x.float()
+    scaled = (wide * scale).clamp(-largest, largest).where(wide.isfinite(), wide)
     rounded = round_to(scaled, elements, rounding, seed=seed, bits=bits).to(x.dtype)
     recipe = BlockRecipe(name=f"delayed-{elements}", elements=elements, block="tensor")
     return Quantized(rounded, scale.reciprocal().reshape([1] * x.dim()), None, recipe, -1, seed)
 
 
 def _amax(x: Tensor) -> Tensor:
-    return x.detach().abs().amax().float()
+    """Return the largest magnitude of `x`, NaN left out as by the maximum of a GPU."""
+    if not x.numel():
+        raise ValueError(f"quantize: x must hold values, got shape {tuple(x.shape)}")
+    magnitudes = x.detach().abs()
+    return magnitudes.where(~magnitudes.isnan(), 0.0).amax().float()
 
 
 def _scale_of(known: Tensor, before: Tensor, elements: str, margin: int = 0) -> Tensor:
@@ -111,6 +121,34 @@ class SeenAmax(NamedTuple):
     history: int
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of one operand: its last amaxes, and the scale of the update under way."""
+
+    amaxes: deque[float]
+    elements: str
+    scale: float = 1.0
+
+    def fit(self, elements: str, history: int) -> None:
+        """Go on as an operand of another format or history, of a fork that changes these."""
+        if (self.elements, self.amaxes.maxlen) != (elements, history):
+            self.amaxes = deque(self.amaxes, history)
+            self.elements, self.scale = elements, 1.0
+            self.follow()
+
+    def follow(self) -> None:
+        """Let the scale follow from the amaxes, if they say one."""
+        known = max(self.amaxes, default=0.0)
+        if known not in (0.0, float("inf")):
+            self.scale = _in_fp32(format_named(self.elements).max_value / known)
+
+
+def _in_fp32(quotient: float) -> float:
+    """Return the quotient of two FP32 values as FP32 has it: FP64's, rounded again, is the same."""
+    largest = torch.finfo(torch.float32).max
+    return torch.tensor(min(quotient, largest), dtype=torch.float32).item()
+
+
 class DelayedScales:
     """The scales of all operands of a training, each by a name; they change at `advance` alone.
 
@@ -118,11 +156,16 @@ class DelayedScales:
     each operand had. So a forward that is made again, and any number of micro-batches, leave behind
     what one forward of the whole batch does. A scale follows from the largest amax of the history,
     with no margin.
+
+    `replicas` is how many times larger gradients are here than those of the whole batch's mean:
+    each of so many replicas has the mean of its own samples. Amaxes and scales of gradients are
+    kept in units of the whole batch, so that any layout goes on from another's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int = 1) -> None:
         self.is_open = False
-        self._states: dict[str, DelayedScale] = {}
+        self._replicas = replicas
+        self._kept: dict[str, _Kept] = {}
         self._seen: dict[str, tuple[Tensor, str, int]] = {}
 
     def of(self, module: str, *, records: bool = True) -> "OperandScales":
@@ -138,20 +181,25 @@ class DelayedScales:
         *,
         rounding: str = "nearest_even",
         bits: Tensor | None = None,
+        is_gradient: bool = False,
         records: bool = True,
     ) -> Tensor:
         """Return `x`, FP32, quantized by the scale of `name` and dequantized.
 
         `bits` are those of stochastic rounding. The scale is 1 before the first update has ended.
         """
+        larger = self._replicas if is_gradient else 1
         if records and self.is_open:
-            amax = _amax(x)
+            amax = _amax(x) / larger
             if name in self._seen:
                 amax = torch.maximum(amax, self._seen[name][0])
             self._seen[name] = (amax, elements, history)
-        state = self._states.get(name)
-        scale = torch.ones(()) if state is None else state.scale
-        return dequantize(_quantized(x, scale.to(x.device), elements, rounding, 0, bits))
+        kept, scale = self._kept.get(name), 1.0
+        if kept is not None:
+            kept.fit(elements, history)
+            scale = kept.scale
+        factor = torch.full((), scale, device=x.device) / larger
+        return dequantize(_quantized(x, factor, elements, rounding, 0, bits))
 
     def advance(
         self,
@@ -162,37 +210,45 @@ class DelayedScales:
         `join` is given those that this process saw, and returns those of all. What no process saw
         keeps its history.
         """
+        seen = self._seen
+        # from a GPU all at once
+        amaxes = torch.stack([amax for amax, *_ in seen.values()]).tolist() if seen else []
         of_others = join(
             {
-                name: SeenAmax(amax.item(), elements, history)
-                for name, (amax, elements, history) in self._seen.items()
+                name: SeenAmax(amax, elements, history)
+                for amax, (name, (_, elements, history)) in zip(amaxes, seen.items(), strict=True)
             }
         )
         self.forget_update()
-        for name in sorted(of_others):
-            amax, elements, history = of_others[name]
-            before = self._states.get(name) or delayed_scale(history)
-            known = torch.cat([before.history[1:], torch.tensor([amax])])
-            scale = _scale_of(known.amax(), before.scale, elements)
-            self._states[name] = DelayedScale(known, scale)
+        for name, (amax, elements, history) in of_others.items():
+            kept = self._kept.setdefault(name, _Kept(deque(maxlen=history), elements))
+            kept.amaxes.append(amax)
+            kept.follow()
 
     def forget_update(self) -> None:
         """Drop what an update has seen that has not ended."""
         self.is_open = False
-        self._seen.clear()
+        self._seen = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return histories and scales by name, for a checkpoint between two updates."""
+        """Return by name the amaxes, oldest first, scale and format, for a checkpoint."""
         return {
-            name: {"history": state.history, "scale": state.scale}
-            for name, state in self._states.items()
+            name: {
+                "amaxes": torch.tensor([*kept.amaxes], dtype=torch.float32),
+                "history": kept.amaxes.maxlen,
+                "elements": kept.elements,
+                "scale": kept.scale,
+            }
+            for name, kept in sorted(self._kept.items())
         }
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` has returned."""
         self.forget_update()
-        self._states = {
-            name: DelayedScale(each["history"].clone(), each["scale"].clone())
+        self._kept = {
+            name: _Kept(
+                deque(each["amaxes"].tolist(), each["history"]), each["elements"], each["scale"]
+            )
             for name, each in states.items()
         }
 
@@ -219,6 +275,7 @@ class OperandScales:
         *,
         rounding: str = "nearest_even",
         bits: Tensor | None = None,
+        is_gradient: bool = False,
     ) -> Tensor:
         """Return what `DelayedScales.quantized` does for the operand at `place` of this module."""
         return self.whole.quantized(
@@ -228,6 +285,7 @@ class OperandScales:
             history,
             rounding=rounding,
             bits=bits,
+            is_gradient=is_gradient,
             records=self.records,
         )
 

@@ -134,6 +134,8 @@ class LinearRecipe:
             _require(self, place, is_power, "rotated by a power of two or 0")
             has_history = operand.history == _USUAL_HISTORY or operand.delayed is not None
             _require(self, place, has_history, f"in {_DELAYED}<format> where it has a history")
+            longest = f"of a history of 1 to {_LONGEST_HISTORY} updates"
+            _require(self, place, operand.history in range(1, _LONGEST_HISTORY + 1), longest)
             is_again = operand.of_forward and place != "wgrad.right"
             _require(self, place, not is_again, "of_forward in the x of wgrad alone")
         for name in _PRODUCTS:
@@ -351,6 +353,11 @@ def _operand(product: str, text: str) -> LinearOperand:
         field, value = _told(product, word)
         if field in found:
             raise ValueError(f"recipe: {product} must say {field} once, got {text!r}")
+        if field == "history" and not encoding.startswith(_DELAYED):
+            raise ValueError(
+                f"recipe: {product} must be in {_DELAYED}<format> where it has a history, got "
+                f"{text!r}"
+            )
         found[field] = value
     return LinearOperand(encoding=encoding, **found)
 

@@ -191,6 +191,7 @@ def _delayed(
         operand.history,
         rounding=rounding,
         bits=bits,
+        is_gradient=place in ("dgrad.left", "wgrad.left"),
     )
 
 

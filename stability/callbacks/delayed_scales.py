@@ -5,7 +5,6 @@ Leaves out what a scale is (`attention_kernels.delayed_scaling`) and which modul
 (`model.module_precision`).
 """
 
-import math
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -50,11 +49,10 @@ class DelayedScaling(UpdateCallback):
 
 
 def _largest(seen: list[dict[str, SeenAmax]]) -> dict[str, SeenAmax]:
-    """Return the largest amax of each operand; one that is not finite is larger than all."""
+    """Return the largest amax of each operand."""
     found: dict[str, SeenAmax] = {}
     for of_rank in seen:
         for name, each in of_rank.items():
-            amax = each.amax if math.isfinite(each.amax) else math.inf
-            known = found.get(name)
-            found[name] = each._replace(amax=max(amax, known.amax if known else 0.0))
+            if name not in found or each.amax > found[name].amax:
+                found[name] = each
     return found

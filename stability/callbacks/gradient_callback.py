@@ -7,6 +7,7 @@ send their parts. Leaves out how a gradient is computed, which is the caller's, 
 of it (`probe.gradient_evidence`).
 """
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -75,11 +76,13 @@ class GradientProbe(UpdateCallback):
                 weights[name] = gathered
         if not trainer.is_global_zero:
             return
+        looked_at = batch[: self._sequences or None]
+        share = len(looked_at) / len(batch) / trainer.accumulate_grad_batches
         take = partial(
             self._gradients,
             weights,
-            batch[: self._sequences or None],
-            scale=_loss_scale(trainer),
+            looked_at,
+            scale=_loss_scale(trainer) * _power_of_two(share),
         )
         look = trainer.global_step // self._every
         measured = self._meter.look(take, as_trained=look % AS_TRAINED_EVERY == 0)
@@ -96,6 +99,15 @@ class GradientProbe(UpdateCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue as the run that wrote the checkpoint would have."""
         self._meter.load_state_dict(state_dict)
+
+
+def _power_of_two(share: float) -> float:
+    """Return the largest power of two that is not above `share`.
+
+    The loss is multiplied by it, so that gradients are no larger on their way than in the training,
+    whose formats may have scales for that. It rounds nothing.
+    """
+    return 2.0 ** (math.frexp(share)[1] - 1)
 
 
 def _loss_scale(trainer: Trainer) -> float:

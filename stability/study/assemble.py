@@ -207,7 +207,7 @@ def assemble(config: ArmConfig) -> Parts:
         if not config.model.is_ours:
             model.forward = _in_double(model)
     nudge_weights(model, config.nudge.ulps, config.seed.base, config.nudge.draw)
-    scales = DelayedScales()
+    scales = DelayedScales(config.parallel.replicas)
     with_module_precision(model, precision, device, keys.of_module, scales.of)
     callbacks = [
         RoundingSteps(keys, config.parallel.tensor),

