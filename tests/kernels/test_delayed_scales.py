@@ -296,3 +296,13 @@ def test_gradients_of_replicas_have_the_scales_of_the_whole_batch():
 def test_an_empty_operand_is_refused():
     with pytest.raises(ValueError, match=r"x must hold values, got shape \(0, 3\)"):
         quantized_now(torch.zeros(0, 3), "e4m3")
+
+
+def test_a_fork_whose_history_says_no_scale_begins_with_one():
+    parent = DelayedScales()
+    for amax in (2.0, math.inf):
+        parent.is_open = True
+        parent.quantized("own", torch.tensor([amax]), "e4m3", 4)
+        parent.advance()
+    assert parent.state_dict()["own"]["scale"] == 224
+    assert parent.quantized("own", torch.tensor([1e6]), "e5m2", 4).item() == 57344
