@@ -108,8 +108,11 @@ class TrainerDoor(UpdateCallback):
         """Add a micro-batch."""
         samples, _, _ = hash_inputs([batch])
         # parts of one size: its number, counted over ranks, says at which place of the update it is
-        part = self._ranks.rank // self._parallel.tensor * self._parallel.accumulate
-        first = (part + len(self._hashes)) * len(samples)
+        layout = self._parallel
+        # an update may take several batches, each of which all ranks share
+        whole, nth = divmod(len(self._hashes), layout.accumulate)
+        part = self._ranks.rank // layout.tensor * layout.accumulate + nth
+        first = (whole * layout.parts + part) * len(samples)
         self._losses.append(outputs["loss"].detach())
         self._hashes.append(hash_in_order(samples, 0, first))
 

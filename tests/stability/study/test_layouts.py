@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from stability.config.schema import AttentionConfig, SeedConfig
 from stability.data.datamodule import TextDataModule
 from stability.model.layouts import check_layout
 from stability.model.ranks import ALONE, PATIENCE, Ranks
+from stability.recorder.trainer_door import TrainerDoor
 from stability.records.manifest import read_manifest, write_manifest
 from stability.records.paths import RunPaths, checkpoint_steps
 from stability.study.assemble import load_data
@@ -115,6 +117,30 @@ def test_replicas_shards_and_accumulation_end_in_the_same_bits(base, precision):
         )
     limit = {"32-true": 1e-6, "bf16-mixed": 1e-3}[precision]
     assert all(distance(first[name], one["one"]) < limit for name in list(TWO)[:4])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_hash_an_update_of_several_batches_as_one_process_does(accumulate):
+    """Each of three batches in turn, of which every rank has its part."""
+
+    def told(parallel):
+        found = []
+        for rank in range(parallel.ranks):
+            ranks = Ranks(rank=rank, count=parallel.ranks)
+            door = TrainerDoor(None, None, (), None, ranks=ranks, parallel=parallel)
+            held = rank // parallel.tensor * parallel.accumulate
+            for batch in samples.chunk(3):
+                for part in batch.chunk(parallel.parts)[held : held + parallel.accumulate]:
+                    door.after_batch(None, {"loss": torch.zeros(())}, part)
+            found.append(torch.stack(door._hashes).sum())
+        return int(torch.stack(found[:: parallel.tensor]).sum())
+
+    samples = torch.arange(24 * 5).view(24, 5)
+    of_all = told(ParallelConfig())
+    for layout in ({"data": 2}, {"data": 2, "shard": 2}, {"tensor": 2}, {"data": 2, "tensor": 2}):
+        assert told(ParallelConfig(**layout, accumulate=accumulate)) == of_all, layout
+    samples = torch.roll(samples, 1, 0)
+    assert told(ParallelConfig()) != of_all
 
 
 @pytest.mark.slow
