@@ -33,6 +33,7 @@ __all__ = [
     "given_cell",
     "not_looked_at",
     "reference",
+    "rounded",
 ]
 
 _UNIT = 2.0**-24
@@ -248,6 +249,11 @@ def given_cell(inputs: Inputs, dtype: torch.dtype, what: str) -> Reference:
     )
     cell = Cell(law=what, shape=shape, causal=True)
     return _reference(cell, dtype, Inputs(*(x.to(dtype) for x in inputs)))
+
+
+def rounded(where: Reference, dtype: torch.dtype) -> Reference:
+    """Return the reference of the same cell on its inputs rounded to `dtype`."""
+    return _reference(where.cell, dtype, Inputs(*(x.to(dtype) for x in where.inputs)))
 
 
 def _seed(cell: Cell) -> int:

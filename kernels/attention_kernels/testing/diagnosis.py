@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.testing.cells import Cell, Reference
+from attention_kernels.testing.computed_in import computed_in
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import MAX_RATIO, Excess
@@ -95,9 +96,13 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
     common = where_in_words(_failing_cells(found), {x.where.cell for x in measured})
     ending = f"; {common}" if common else ""
     if best is None or not best[0].names_it():
-        said = _in_empty_rows(found)
-        if said:
-            return Diagnosis(noun="empty rows", sentence=said + ending, explained=1.0)
+        wheres = _cells_to_try(found)
+        for noun, said in (
+            ("empty rows", _in_empty_rows(found)),
+            ("format", computed_in(found, measured, wheres)),
+        ):
+            if said:
+                return Diagnosis(noun=noun, sentence=said + ending, explained=1.0)
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
     sentence = f"{_in_words(fit, case, found)}{ending}"
