@@ -21,6 +21,7 @@ from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import MAX_RATIO, Excess
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
+from attention_kernels.testing.running_maximum import through_the_maximum
 from attention_kernels.testing.sentences import (
     excess_sentence,
     factor_in_words,
@@ -100,6 +101,7 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
         for noun, said in (
             ("empty rows", _in_empty_rows(found)),
             ("format", computed_in(found, measured, wheres)),
+            ("maximum", through_the_maximum(found, measured, wheres)),
         ):
             if said:
                 return Diagnosis(noun=noun, sentence=said + ending, explained=1.0)
