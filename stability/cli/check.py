@@ -47,9 +47,9 @@ def check(
 
     Args:
         attention: MODULE:FUNCTION of (q, k, v, *, causal, scale=None), or a name, e.g. flash:fa2;
-            q is (batch, heads, tokens, head_dim), k and v may have fewer heads and other tokens;
-            under causal the last query sees every key, and a row that sees none is 0; what it does
-            not support it may refuse by NotImplementedError
+            q is (batch, heads, tokens, head_dim), k and v may have fewer heads and other tokens,
+            and v, as out, another head_dim; under causal the last query sees every key, and a row
+            that sees none is 0; what it does not support it may refuse by NotImplementedError
         dtype: bf16, fp16 and fp32, or some of them with commas
         quick: fewer cells; the template's kernel takes 10 s on two idle cores, 4 s in bf16 alone
         fault: a planted fault, e.g. dk_gain, to see that it is found

@@ -105,6 +105,7 @@ def _are_those_with(traits: Iterable[str], failing: set[Cell], healthy: set[Cell
 
 
 _TRAITS: dict[str, Callable[[Cell], bool]] = {
+    "only where v's head_dim is not q's": lambda cell: cell.shape.value_dim is not None,
     "only with a single query, as in generation": lambda cell: cell.shape.query_len == 1,
     "only where a row attends no key": lambda cell: not bool(cell.visible().any(-1).all()),
     "only where query_len != key_len": lambda cell: cell.shape.query_len != cell.shape.key_len,

@@ -71,6 +71,21 @@ def test_what_cells_that_raise_have_in_common_is_told(fails, common, cells):
     assert breach_sentence(breach, cells, set(cells)) == "raises IndexError, in every cell"
 
 
+def test_cells_that_alone_have_another_head_dim_of_v_are_told_by_that():
+    def square(q, k, v, *, causal, scale=None):
+        return plain(q, k, v, causal=causal, scale=scale).view(q.shape)
+
+    def of_its_own(q, k, v, *, causal, scale=None):
+        scale = v.shape[3] ** -0.5 if scale is None else scale
+        return plain(q, k, v, causal=causal, scale=scale)
+
+    two = [cell for cell in FULL if cell.shape.value_dim is not None]
+    others = [cell for cell in FULL if cell.shape.key_len in (64, 96, 160)]
+    for wrong, end in ((square, MAY_REFUSE), (of_its_own, "")):
+        said = quick(wrong, cells=[*others, *two]).sentence
+        assert said.endswith(f", only where v's head_dim is not q's{end}".lstrip(",")), said
+
+
 def test_two_traits_are_sought_of_an_error_that_is_raised_alone():
     breach = Breach(kind="not repeatable", result="out", sentence="out is not repeatable")
     failing = [cell for cell in QUICK if _grouped(cell) or _unequal(cell)]

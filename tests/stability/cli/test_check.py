@@ -140,6 +140,7 @@ def test_the_help_says_how_a_kernel_refuses_what_it_does_not_support(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["check", "--help"])
     said = " ".join(capsys.readouterr().out.split())
+    assert "and v, as out, another head_dim;" in said
     assert "what it does not support it may refuse by NotImplementedError" in said
 
 
