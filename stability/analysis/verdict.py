@@ -34,6 +34,7 @@ from stability.analysis.outcome_evidence import outcome_evidence
 from stability.analysis.protocol_check import protocol_changes
 from stability.analysis.sequential import LOOKS, holm, look_alpha, look_at, next_look
 from stability.analysis.study_records import RecordedArm, RecordedStudy
+from stability.analysis.surely_harmed import why_it_fails
 from stability.analysis.training_evidence import training_evidence
 from stability.config.commands import PRECISION_QUESTION
 from stability.config.convert import nearest
@@ -352,7 +353,7 @@ def _outcome(
         for state in ("holds", "harmed", "undecided", "not applicable", "not measured")
     }
     if by_state["harmed"]:
-        return "FAIL", f"it is surely harmed at {listed(by_state['harmed'])}"
+        return "FAIL", why_it_fails(arm.role, levels, unshown)
     if no_baseline := baseline_lost(study, look_at(count) or count):
         return "INCONCLUSIVE", f"the baseline is lost, {no_baseline}; nothing can be compared"
     blind = [assay.sentence] if assay.state in ("blind", "not measured") else []
