@@ -55,7 +55,8 @@ def check(
         fault: a planted fault, e.g. dk_gain, to see that it is found
         device: where it is called: cpu, cuda, or auto, a GPU where there is one
         layer: the layer of --from; the first, 0, if not given
-        step: the snapshot of --from; the last if not given
+        step: the snapshot of --from; the last if not given. One that the study's keep has dropped
+            is had again by training the run anew, in runs/<study>/forks/<arm>
         json: print everything as JSON
         changes: the run of --from
     """
@@ -80,8 +81,7 @@ def check(
     if not changes and (layer is not None or step is not None):
         raise ValueError("check: --layer and --step are of a recorded run, got no --from RUN")
     with _stdout_to_stderr():  # what the kernel prints is no part of the answer
-        given = _given(changes, layer or 0, step)
-        report = _check(attention, dtypes, quick, fault, given, device)
+        report = _check(attention, dtypes, quick, fault, device, (changes, layer or 0, step))
     if json:
         print_json(report.to_dict())
     else:
@@ -107,7 +107,10 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def option_help() -> str:
     """Return the line of the verb's help on the option that `split_options` takes."""
-    return "--from RUN  also q, k and v of a recorded run, e.g. runs/quickstart/flash_fa2/seed-0"
+    return (
+        "--from RUN  also q, k and v of a recorded run, e.g. runs/quickstart/flash_fa2/seed-0; of "
+        "a study with `keep: none` it is trained anew first, which is said with its updates"
+    )
 
 
 def split_options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -142,8 +145,8 @@ def _check(
     dtypes: list[str],
     quick: bool,
     fault: str,
-    given: "Inputs | None",
     device: str,
+    run: tuple[str, int, int | None],
 ) -> "CheckReport":
     import torch  # heavy
 
@@ -158,6 +161,7 @@ def _check(
     name = attention
     if fault:
         function, name = plant(function, fault), f"{attention} with the fault {fault}"
+    given = _given(*run)  # last, since it may train: a function that is not there is told before
     return check_attention(
         function, dtypes=dtypes, quick=quick, name=name, given=given, device=place
     )

@@ -280,3 +280,28 @@ def test_from_needs_a_run():
     with pytest.raises(SystemExit) as stop:
         main(["check", "baseline", "--from"])
     assert stop.value.code == 2
+
+
+def test_a_kernel_that_is_not_there_is_told_before_a_run_is_trained_anew(
+    my_kernels, monkeypatch, tmp_path, capsys
+):
+    def trained(folder, step):
+        raise AssertionError(f"{folder} is trained anew")
+
+    run = tmp_path / "runs" / "tiny" / "mine" / "seed-0"
+    run.mkdir(parents=True)
+    (run / "manifest.json").write_text("{}")
+    monkeypatch.setattr("stability.cli.check.with_snapshot", trained)
+    words = ["--quick", "--dtype", "bf16", "--from", str(run)]
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "my_kernels_for_check:rihgt", *words])
+    assert "rihgt" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="is trained anew"):
+        main(["check", "my_kernels_for_check:right", *words])
+
+
+def test_the_help_says_that_a_dropped_run_is_trained_anew(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of a study with `keep: none` it is trained anew first" in said
