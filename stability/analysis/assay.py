@@ -251,6 +251,11 @@ def would_have_shown(levels: Mapping[Level, LevelEvidence]) -> str:
     return ", ".join(said)
 
 
+def _times(ratio: float) -> str:
+    """Return a ratio of errors before "the baseline's"; one below 1 is a share of it."""
+    return f"{100 * ratio:.3g} % of" if ratio < 1 else f"{ratio:.3g} times"
+
+
 def _loss_beyond(difference: float) -> str:
     """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
     if difference < 0:
@@ -265,7 +270,7 @@ _SEEN: tuple[tuple[Level, str, Callable[[float], str]], ...] = (
     (
         "gradient",
         "ratio_high",
-        lambda value: f"a gradient that errs over {value:.3g} times as far",
+        lambda value: f"a gradient error above {_times(value)} the baseline's",
     ),
     ("training", "excess_high", lambda value: f"E {value:.2f}" if value else "any E above 0"),
     ("outcome", "difference_high", _loss_beyond),
@@ -301,7 +306,7 @@ def _shown_in_gradient(fault: FaultRecord, policy: PolicyConfig) -> str:
     # one of the figures and stages that are tried, as in `found_at`
     low = mean_interval(dict(enumerate(logs)), 1 - 2 * look_alpha(policy.alpha) / _TRIES).low
     said = (
-        f"{fault.name} errs {math.exp(_mean(logs)):.3g} times as far as the baseline there (limit "
+        f"the error of {fault.name} there is {_times(math.exp(_mean(logs)))} the baseline's (limit "
         f"{policy.max_gradient_ratio:g}), and a share of {fault.share:.2g} repeats (limit "
         f"{policy.max_share:g}), which more seeds do not change"
     )

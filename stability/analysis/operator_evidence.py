@@ -339,7 +339,7 @@ def _worst_sentence(
 ) -> str:
     """Return the largest figure of each kind with its place, and how many are within limits."""
     verbs = {
-        "error": "errs {} times as far as plain attention",
+        "error": "has {} times the error of plain attention",
         "gain": "is {} times what it should be",
         "bias": "errs by {} ULP on average",
     }

@@ -130,7 +130,7 @@ def test_of_a_fault_that_the_gradient_missed_it_is_said_which_limit_finds_it(stu
         r"a study with max_gradient_ratio ([\d.]+) in its policy would find", said
     )
     mean = math.exp(sum(map(math.log, ratios)) / 24)
-    assert f"dv_gain errs {mean:.3g} times as far as the baseline there (limit 2)" in said
+    assert f"the error of dv_gain there is {mean:.3g} times the baseline's (limit 2)" in said
     assert "a share of 0.026 repeats (limit 0.01), which more seeds do not change" in said
     alpha = look_alpha(POLICY.alpha)
     for value, is_found in ((float(limit), True), (float(limit) + 0.11, False)):
@@ -351,3 +351,6 @@ def test_a_pass_says_which_harms_its_own_intervals_exclude():
     said = would_have_shown({"operator": evidence("operator", **figures)})
     assert said == seen.format("one of 0.2 % in a head, ")
     assert would_have_shown({"outcome": evidence("outcome")}) == ""
+    for ratio, words in ((0.917, "91.7 % of"), (1.35, "1.35 times")):
+        said = would_have_shown({"gradient": evidence("gradient", ratio_high=ratio)})
+        assert said == f"a gradient error above {words} the baseline's"

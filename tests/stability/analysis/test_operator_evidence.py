@@ -96,7 +96,7 @@ def test_a_right_attention_holds_and_says_what_would_have_been_seen():
     assert found.figures["figures"] == 2 * 3 * 4 * 5 + 4
     assert 0 < found.figures["gain_excluded"] < POLICY.max_gain
     assert found.figures["error_ratio"] < found.figures["error_ratio_excluded"] < 2
-    assert found.sentence.startswith("At worst, dq in head 3 of layer_0 errs 1.16 [1.08, 1.24] ")
+    assert found.sentence.startswith("At worst, dq in head 3 of layer_0 has 1.16 [1.08, 1.24] ")
     assert found.sentence.endswith("Over 12 looks all 124 figures are surely within their limits.")
     for limit in ("(limit 2)", "(limit 0.10% from 1)", "(limit 0.05)"):
         assert limit in found.sentence
