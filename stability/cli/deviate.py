@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import yaml
 
 from attention_kernels.profiles import BASELINE_PROFILES, DEFAULT_FLASH_PROFILE, PROFILES
-from stability.cli.output import HOLDS, print_json
+from stability.cli.output import HOLDS, of_the_verb, print_json
 from stability.cli.retrained import with_snapshot
 from stability.config.convert import nearest
 from stability.records.metric_table import DEVIATION_METRICS
@@ -159,14 +159,15 @@ def deviate(
 def _naming(source: str) -> Iterator[None]:
     """Name the file or the run that q, k and v come from in what attention refuses about them.
 
-    A class of numerics that refuses a value names itself; the user gave the verb an option.
+    A class of numerics that refuses a value names itself, and so does a function of attention; the
+    user gave the verb an option.
     """
     try:
         yield
     except ValueError as error:
-        said = re.sub(r"^[A-Z]\w+(\.with_)?: ", "deviate: ", str(error))
+        said = re.sub(r"^[A-Z]\w+(\.with_)?: ", "deviate: ", of_the_verb(str(error), "deviate"))
         if source and source not in said:
-            said = f"{source}: {said}"
+            said = f"{source}: {said.removeprefix('deviate: ')}"
         raise ValueError(said) from error
 
 

@@ -54,14 +54,9 @@ def figure(
     study = read_study(folder)
     from stability.report.paper.figure import write_figure  # heavy: matplotlib
 
-    try:
-        numbers = write_figure(
-            study, what, path, width=width, arm=arm, compared=compared, metric=metric
-        )
-    except ValueError as error:
-        # the function that draws names itself, which nobody has typed
-        said = re.sub(r"^(write_figure|draw_\w+): ", "figure: ", str(error))
-        raise ValueError(said) from error
+    numbers = write_figure(
+        study, what, path, width=width, arm=arm, compared=compared, metric=metric
+    )
     for written in (path, numbers):
         print_line(written)
     return HOLDS

@@ -31,6 +31,7 @@ from stability.cli.output import (
     UNREAD,
     WRONG,
     in_lines,
+    of_the_verb,
 )
 from stability.records.atomic_files import DiskFullError
 from stability.records.identity import WAITING
@@ -183,7 +184,7 @@ def _try_verb(verb: str, words: list[str]) -> int:
     try:
         return _run_verb(verb, words)
     except ValueError as error:
-        _fail(str(error))
+        _fail(of_the_verb(str(error), verb))
     except DiskFullError as error:
         sys.stderr.write(f"stability: {error}; free some, and the same command goes on from here\n")
         return FAILS

@@ -1,6 +1,7 @@
 """How a verb answers: a line or JSON on standard output, and an exit code."""
 
 import json
+import re
 import sys
 from shutil import get_terminal_size
 from typing import Any, TextIO
@@ -18,6 +19,7 @@ __all__ = [
     "UNREAD",
     "WRONG",
     "in_lines",
+    "of_the_verb",
     "print_json",
     "print_line",
     "write_json",
@@ -54,6 +56,15 @@ def print_line(text: object, *, whole: bool = False) -> None:
     said = readable(str(text))
     sys.stdout.write(f"{said if whole else in_lines(said, sys.stdout)}\n")
     sys.stdout.flush()
+
+
+_OWN_FUNCTION = re.compile(r"^(fork|write_figure|draw_\w+|\w+_attention): ")
+"""How an error begins that a function raised for whoever calls it in Python."""
+
+
+def of_the_verb(message: str, verb: str) -> str:
+    """Return an error's message with the verb in place of a function, which nobody has typed."""
+    return _OWN_FUNCTION.sub(f"{verb}: ", message)
 
 
 def in_lines(text: str, to: TextIO) -> str:

@@ -176,6 +176,9 @@ def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
         (["--set", "softmx=fp16"], "no field 'softmx'; nearest: dot"),
         (["--format", "bf17"], "operands must be a format, got 'bf17'; nearest: bf16"),
         (["--waterfall", "--length", "32,64"], "waterfall takes one point, got 2 combinations"),
+        (["--softcap", "-1"], "softcap must be a finite number of at least 0, got -1.0"),
+        (["--softcap", "-1", "--waterfall"], "softcap must be a finite number of at least 0"),
+        (["--kv-heads", "3"], "heads must be a multiple of kv_heads, got 4 and 3"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(capsys, words, message):
@@ -196,3 +199,12 @@ def test_an_error_names_the_option_and_no_function(capsys, words, message):
     with pytest.raises(SystemExit, match="2"):
         main(["deviate", *words])
     assert capsys.readouterr().err.startswith(f"stability: {message}")
+
+
+def test_what_attention_refuses_of_given_tensors_names_their_file_and_no_function(tmp_path, capsys):
+    path = tmp_path / "qkv.safetensors"
+    save_file({name: torch.ones(1, 2, 4, 16) for name in "qkv"}, path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["deviate", "--qkv", str(path), "--softcap", "-1"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"stability: {path}: softcap must be a finite number of at least 0")

@@ -333,6 +333,10 @@ def test_bisecting_names_the_rounding_point(parent, capsys):
             ["--at", "10", "--set", "attention.implementation=flash"],
             "bisect: at must be a step with a snapshot after it, got 10; ",
         ),
+        (
+            ["--at", "5", "--set", "attention.implementation=flash"],
+            "stability: bisect: at must be a step with a checkpoint, got 5; ",
+        ),
         (["--at", "4"], "of the attention, got none; e.g. --set attention.profile=fa3"),
         (
             ["--at", "4", "--set", "attention=flash"],
