@@ -110,6 +110,8 @@ def deviate(
         raise ValueError("deviate: record must be given with waterfall and checkpoint; add both")
     if qkv and checkpoint:
         raise ValueError("deviate: qkv and checkpoint must not both be given")
+    _check_least(1, seeds=seeds, batch=batch, heads=heads)
+    _check_least(0, value_dim=value_dim, kv_heads=kv_heads)
     lists = {
         "profile": _profiles("profile", profile, PROFILES),
         "baseline": _profiles("baseline", baseline, BASELINE_PROFILES),
@@ -332,6 +334,12 @@ def _integers(name: str, text: str) -> list[int]:
     if any(value < 1 for value in values):
         raise ValueError(f"deviate: {name} must be at least 1, got {text!r}")
     return values
+
+
+def _check_least(least: int, **numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < least:
+            raise ValueError(f"deviate: {name} must be at least {least}, got {value}")
 
 
 def _window(text: str) -> tuple[int | None, int | None] | None:

@@ -179,6 +179,10 @@ def test_presets_hold_published_figures_beside_ours(capsys, monkeypatch):
         (["--softcap", "-1"], "softcap must be a finite number of at least 0, got -1.0"),
         (["--softcap", "-1", "--waterfall"], "softcap must be a finite number of at least 0"),
         (["--kv-heads", "3"], "heads must be a multiple of kv_heads, got 4 and 3"),
+        (["--kv-heads", "-1"], "kv_heads must be at least 0, got -1"),
+        (["--value-dim", "-3"], "value_dim must be at least 0, got -3"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--seeds", "0"], "seeds must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(capsys, words, message):
