@@ -19,6 +19,7 @@ from stability.config.commands import (
     GRADIENT_NEEDS,
     PRECISION_QUESTION,
     command_training,
+    filled_in,
     own_steps,
     probe_settings,
 )
@@ -54,9 +55,11 @@ _NO_GRADIENT = (
     f"{GRADIENT_NEEDS}; {{}}. No PASS without it: mend that, and write the study anew, to a new "
     "file"
 )
+_AS_ASKED = "as init's --steps says"
 _OF_PRECISION = (
     "{} is a lower precision than the command's, beside which no step can be judged: give the flag "
-    f"to the command, and leave --candidate out; {PRECISION_QUESTION}"
+    "to the command, and leave --candidate out, as in the command at the end; "
+    f"{PRECISION_QUESTION}"
 )
 _SEEDS_ITSELF = (
     "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
@@ -129,8 +132,11 @@ def init(
             return FAILS
     notes = [said, why_not and f"no reference is written: {why_not}"]
     notes += [of_gradient, stopped]
+    instead = ""
     if is_lower_precision(parts_of(given), arms.get("candidate", {})):
         notes.append(_OF_PRECISION.format(candidate))
+        further = {"broken": broken, "steps": str(steps) if end.startswith(_AS_ASKED) else ""}
+        instead = _with_lower_baseline(trials, text(), to, further)
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
     is_seeded = has_seed or said == _SEEDED
@@ -139,6 +145,7 @@ def init(
         has_reference=not why_not,
         has_gradient=trials.has_gradient,
         has_loss=_has_loss(found.resolved),
+        instead=instead,
     )
     write_text(to, written)
     told = {"env": env or {}, **arms}
@@ -148,8 +155,23 @@ def init(
             "shell is in neither"
         )
     print_line(f"every run ends after {steps} updates, {end}")
-    _print_next(to, [*_to_fill_in(written), *([_A_MILDER] if stopped else [])], attention)
+    if instead:
+        print_line(f"{to}: in it no step can be judged; instead: {instead}")
+    else:
+        _print_next(to, [*_to_fill_in(written), *([_A_MILDER] if stopped else [])], attention)
     return HOLDS
+
+
+def _with_lower_baseline(trials: "_Trials", text: str, to: Path, further: Mapping[str, str]) -> str:
+    """Return the `init` whose command is that of the candidate in the study `text`.
+
+    `further` are its options by name, where they are not empty.
+    """
+    options = {"to": str(to.with_name(f"{to.stem}_precision.yaml")), **further}
+    given = [word for name, value in options.items() if value for word in (f"--{name}", value)]
+    given += [word for name in trials.env for word in ("--env", f"{name}={trials.env[name]}")]
+    words = [filled_in(word, {"seed": 0}) for word in trials.words_of_arms(text)["candidate"]]
+    return shlex.join(["stability", "init", *masked_words([*given, "--", *words])])
 
 
 def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
@@ -293,7 +315,7 @@ class _Trials:
         """
         from stability.study.foreign import RunFailedError  # heavy
 
-        words = self._words_of_arms(text).get("reference")
+        words = self.words_of_arms(text).get("reference")
         if words is None:
             return ""
         try:
@@ -320,7 +342,7 @@ class _Trials:
 
         stopped = ""
         for arm in arms:
-            words = self._words_of_arms(text)[arm]
+            words = self.words_of_arms(text)[arm]
             try:
                 self.record(study=arm, words=words, steps=1)
             except RunFailedError as error:
@@ -331,8 +353,8 @@ class _Trials:
                 stopped = f"the broken arm stopped in its trial, {said}. {_NO_PROOF}"
         return stopped
 
-    def _words_of_arms(self, text: str) -> dict[str, list[str]]:
-        """Return the command of each arm of the study `text`."""
+    def words_of_arms(self, text: str) -> dict[str, list[str]]:
+        """Return the command of each arm of the study `text`, with the first seed."""
         path = self.folder / "study.yaml"
         write_text(path, text)
         return {arm.name: arm.config.words() for arm in expand_commands(load_command_study(path))}
@@ -435,7 +457,7 @@ def _updates(steps: int | None, words: Sequence[str]) -> tuple[int, str]:
                 f"{steps}: every run would end too early; raise {first} in the command, or lower "
                 "--steps before the --"
             )
-        return steps, f"as init's --steps says{own and f'; the command has {own}'}"
+        return steps, f"{_AS_ASKED}{own and f'; the command has {own}'}"
     if least is None:
         why = "since the command names none that was found"
         return STEPS, f"{why}; --steps before the -- sets others"

@@ -76,6 +76,11 @@ _GIVEN_CANDIDATE = """\
   # what is in question: another value of one flag. More candidates are arms beside it: of another
   # flag, a variable (env), commit (ref) or python
 """
+_LOWER = """\
+  # of a lower precision than the base, beside which no step can be judged: no PASS as it is. What
+  # answers whether it matters is a study of the command with that flag, without this candidate:
+  #   {instead}
+"""
 _GIVEN_BROKEN = """\
   # one that must be found to be harmed, or a PASS is worth nothing
 """
@@ -113,6 +118,7 @@ def study_text(
     has_gradient: bool = True,
     has_loss: bool = True,
     arms: Mapping[str, Mapping[str, Any]] | None = None,
+    instead: str = "",
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
@@ -120,7 +126,8 @@ def study_text(
     `has_reference`: whether a reference is written where a flag is known; `has_gradient`: whether
     the gradient of the whole model can be looked at; `has_loss`: whether the script was seen to
     evaluate held-out text, else there is a place for a function that does; `arms`: the flags of a
-    candidate and of a broken arm, where they are given.
+    candidate and of a broken arm, where they are given; `instead`: the `init` to be given in place
+    of this one, where the candidate can't be judged, being of a lower precision than the base.
     """
     parts = parts_of(words)
     seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"
@@ -137,6 +144,8 @@ def study_text(
     looks = max(1, steps // _LOOKS)
     swapped = _swapped(attention, looks, has_gradient=has_gradient) if attention else ""
     asked, broken = (swapped, "") if swapped else _asked_and_broken(parts, arms or {})
+    if instead:
+        asked = _LOWER.format(instead=" ".join(instead.splitlines())) + asked
     return f"""name: {name}
 question: Does the candidate matter?
 

@@ -1,5 +1,6 @@
 """`stability init`: a study of any command, which runs as it was written."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -462,7 +463,16 @@ def test_a_question_of_precision_is_told_what_answers_it(
     assert code_of("init", "--candidate", "bf16=true", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "bf16=true is a lower precision than the command's, beside which no step" in said
-    assert f"leave --candidate out; {PRECISION_QUESTION}" in said
-    assert code_of("init", "--to", "other.yaml", "--", *words, "--bf16") == 0
+    assert f"--candidate out, as in the command at the end; {PRECISION_QUESTION}" in said
+    assert "fill in" not in said
+    instead = said.partition("study.yaml: in it no step can be judged; instead: stability ")[2]
+    assert f"#   stability {instead}\n" in (tmp_path / "study.yaml").read_text()
+    assert code_of(*shlex.split(instead)) == 0
     said = " ".join(capsys.readouterr().out.split())
+    (reference,) = [
+        arm
+        for arm in expand_commands(load_command_study(tmp_path / "study_precision.yaml"))
+        if arm.role == "reference"
+    ]
+    assert reference.config.words() == [*words[:3], "{seed}"]
     assert "without a candidate the ladder tells how far the baseline's precision moves" in said

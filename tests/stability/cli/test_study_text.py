@@ -21,6 +21,19 @@ def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_giv
     assert "bf16: true" not in study_text("mine", ["python", "train.py", "lr=1"], {}, 7)
 
 
+def test_a_candidate_that_can_not_be_judged_stands_below_what_to_do_instead(tmp_path: Path) -> None:
+    command = ["python", "train.py", "--seed", "{seed}"]
+    arms = {"candidate": {"dtype": "bf16"}}
+    path = tmp_path / "study.yaml"
+    path.write_text(study_text("mine", command, {}, 7, arms=arms, instead="stability init\n- a"))
+    said, _, rest = path.read_text().partition("  candidate:\n")
+    assert rest.startswith("    flags: {dtype: bf16}\n")
+    assert "beside which no step can be judged: no PASS as it is" in said
+    assert "  #   stability init - a\n" in said
+    assert list(load_command_study(path).arms) == ["baseline", "candidate", "rerun", "nudge"]
+    assert "no PASS as it is" not in study_text("mine", command, {}, 7, arms=arms)
+
+
 @pytest.mark.parametrize(
     ("words", "command"),
     [
