@@ -98,13 +98,15 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
     ending = f"; {common}" if common else ""
     if best is None or not best[0].names_it():
         wheres = _cells_to_try(found)
+        empty = _in_empty_rows(found)
         for noun, said in (
-            ("empty rows", _in_empty_rows(found)),
+            ("empty rows", empty and empty + ending),
+            # these hold in every cell, whichever of them are beyond a limit
             ("format", computed_in(found, measured, wheres)),
             ("maximum", through_the_maximum(found, measured, wheres)),
         ):
             if said:
-                return Diagnosis(noun=noun, sentence=said + ending, explained=1.0)
+                return Diagnosis(noun=noun, sentence=said, explained=1.0)
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
     sentence = f"{_in_words(fit, case, found)}{ending}"
