@@ -79,7 +79,8 @@ def _of_configs(
     from stability.study.run_study import plan_study
 
     quieten_lightning()
-    cost = cost_of(plan_study(config, Path("runs")), keep or config.keep, told=_tell)
+    runs = plan_study(config, Path("runs"))
+    cost = cost_of(runs, keep or config.keep, policy=config.policy, told=_tell)
     return {"study": config.name, **cost.to_dict()}, _lines(config, cost, load)
 
 
@@ -145,7 +146,7 @@ def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) ->
     from stability.study.size_check import in_units  # heavy: torch
 
     lines = _time(study, cost, 0.0 if "gpu" in cost.memory else load)
-    lines.insert(3, "        and what a script evaluates after its first few updates")
+    lines.append(f"        what a script evaluates after {cost.timed} updates comes on top")
     first, *others = cost.seconds_by_seed.items()
     if others and first[1] > 1.2 * others[0][1]:
         lines.append(
@@ -178,11 +179,18 @@ def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
 
 def _time(study: Study, cost: Cost, load: float) -> list[str]:
     """Return the first lines, with the `load` of the machine where it makes a study longer."""
-    cores = os.cpu_count() or 1
+    cores, beside = os.cpu_count() or 1, cost.measuring
+    most = f" (at most {_duration(beside.planted_most)}, were none soon found)"
+    parts = {
+        f"{cost.runs} runs, one after another": cost.run_seconds,
+        "distances between them": beside.distances,
+        f"planted faults{most}": beside.planted,
+        "the report": beside.report,
+    }
     lines = [
         f"{study.name[:40]}: {cost.runs} runs",
-        f"time    {_duration(cost.seconds)} here, one run after another",
-        "        planted faults, distances and the report come on top",
+        f"time    {_duration(cost.seconds)} here, of which",
+        *(f"        {_duration(each):>12}  {what}" for what, each in parts.items() if each),
     ]
     if load > cores / 2:
         lines.append(f"        at a load of {load:.1f} on {cores} cores; idle ones take less")
@@ -191,6 +199,8 @@ def _time(study: Study, cost: Cost, load: float) -> list[str]:
 
 def _duration(seconds: float) -> str:
     minutes = seconds / 60
+    if minutes < 1:
+        return f"{seconds:.0f} seconds"
     return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.1f} minutes"
 
 

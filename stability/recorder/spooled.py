@@ -65,6 +65,9 @@ class Spooled:
     """By step, the file of the first rank's state."""
     times: Mapping[int, tuple[float, float]]
     """By step, when that state began to be taken and when it was written; not of the start."""
+    clock: Mapping[str, Any]
+    """Of a trial, when each of its updates has `ended`, and whether that it took long has ended it,
+    `is_over` (`inside.update_clock`); empty of any other training."""
     memory: Mapping[str, int]
     """The most bytes held: of the `host` by all processes that train, each at its own worst moment,
     and of a `gpu` by one of them, if they had any; empty if all were killed."""
@@ -148,6 +151,7 @@ def read_spool(folder: Path) -> Spooled:
             for line in ranks[first]
             if line["kind"] == "state" and "began" in line
         },
+        clock=(ends[first] or {}).get("clock", {}),
         memory=_memory([end.get("memory", {}) for end in ends if end]),
         environment={**begin["environment"], **(ends[first] or {}).get("code", {})},
         modules=modules,

@@ -22,6 +22,7 @@ from torch import Tensor
 from stability.analysis.assay import faults_due, is_settled
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.axes import touches
+from stability.config.schema import ArmConfig
 from stability.config.study import PolicyConfig
 from stability.probe.gradient_evidence import AttentionRole
 from stability.probe.planted_faults import MOST, FaultLook, Plant, distinct_looks, plant_faults
@@ -33,15 +34,28 @@ from stability.records.run_files import read_run_snapshot, snapshot_of
 from stability.study.assays import Assayed, looks_at, parents_of, steps_of, update
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.fresh_process import call_alone
+from stability.study.measuring_cost import USUAL, is_assayed
 from stability.study.model_gradients import ModelGradients, attention_rounding, attentions_of_arm
 from stability.study.retrain import retrain
 from stability.study.run import Run
 
-__all__ = ["assay_run", "assay_whole_run", "update_assays"]
+__all__ = [
+    "LOOK_GRADIENTS",
+    "assay_run",
+    "assay_whole_run",
+    "gradient_updates",
+    "planted_on",
+    "planted_updates",
+    "update_assays",
+]
 
 SEQUENCES = 4
 """Of a batch, as many as take part in a gradient, and half of them at the operator: a fault is a
 thousand roundings large there, and time is what an assay costs."""
+LOOK_GRADIENTS = 3
+"""Gradients that most looks of a run's probe compute: three attentions', isolated."""
+_WIDER = 3
+"""Updates that take about as long as an isolated gradient, which is computed in wider formats."""
 
 
 def update_assays(
@@ -51,6 +65,7 @@ def update_assays(
     note: Callable[[str, int, str], None],
     tell: Callable[[str], None] = lambda text: None,
     *,
+    planned: Callable[[Sequence[str]], None] = lambda arms: None,
     measure: Callable[[Run, PolicyConfig], AssayRecord | None] | None = None,
 ) -> list[AssayRecord]:
     """Assay each candidate of the first seed that needs it, as `assays.update`.
@@ -73,7 +88,43 @@ def update_assays(
         for run in first
         if run.config.probe.shadows_are == "baseline"  # else it is no attention
     ]
-    return update(study, assayed, policy, note, tell)
+    return update(study, assayed, policy, note, tell, planned)
+
+
+def planted_on(runs: Sequence[Run], policy: PolicyConfig) -> list[Run]:
+    """Return the runs of a study that faults are planted on, if none fails: the first seed's."""
+    first = [run for run in runs if run.seed == runs[0].seed]
+    if not any(run.arm.role == "broken" for run in first):
+        return []
+    return [
+        run
+        for run in first
+        if is_assayed(run.arm.name, run.arm.role, policy.candidates)
+        and touches(run.arm.diff, ("attention",))
+        and run.config.probe.shadows_are == "baseline"
+    ]
+
+
+def planted_updates(runs: Sequence[Run], policy: PolicyConfig) -> dict[tuple[str, int], float]:
+    """Return of each of these how many of its updates, with their looks, usually take as long."""
+    return {
+        (run.arm.name, run.seed): USUAL * gradient_updates(run.config)
+        for run in planted_on(runs, policy)
+    }
+
+
+def gradient_updates(config: ArmConfig) -> float:
+    """Return how many updates of a run, with their looks, take as long as one gradient here."""
+    batch, probe = config.train.batch_size, config.probe
+    taken = min(SEQUENCES, batch)
+    if not probe.gradient_every:
+        return _WIDER * taken / batch
+    return (
+        probe.gradient_every
+        / LOOK_GRADIENTS
+        * taken
+        / min(probe.gradient_sequences or batch, batch)
+    )
 
 
 def assay_whole_run(

@@ -25,6 +25,7 @@ from stability.records.manifest import ENDED, read_manifest
 from stability.records.paths import RunPaths
 from stability.records.run_files import RunFiles, snapshot_of
 from stability.records.sealed_json import file_checksum
+from stability.study.measuring_cost import is_assayed
 
 __all__ = ["Assayed", "failed_arms", "looks_at", "parents_of", "steps_of", "update"]
 
@@ -51,24 +52,27 @@ def update(
     policy: PolicyConfig,
     note: Callable[[str, int, str], None],
     tell: Callable[[str], None],
+    planned: Callable[[Sequence[str]], None] = lambda arms: None,
 ) -> list[AssayRecord]:
     """Assay each candidate of `runs` whose record is missing, stale, or not of its run.
 
     Nothing is done on a candidate that fails already: an assay can only keep an arm from passing.
-    `note` is told of an arm, its seed and why it could not be assayed; `tell` of each that begins,
-    since it takes from some seconds to minutes.
+    `planned` is told first of which arms will be assayed, in this order; `note` of an arm, its seed
+    and why it could not be; `tell` of each that begins, since it takes from some seconds to
+    minutes.
     """
-    failed: set[str] | None = None
+    due = [
+        run
+        for run in runs
+        if is_assayed(run.arm, run.role, policy.candidates)
+        and _has_ended(run.paths)
+        and not _is_known(study, run)
+    ]
+    failed = failed_arms(study, policy) if due else set()
+    due = [run for run in due if run.arm not in failed]
+    planned([run.arm for run in due])
     made = []
-    for run in runs:
-        # no policy's arms: those of role candidate are judged
-        named = run.arm in policy.candidates
-        is_judged = named if policy.candidates else run.role == "candidate"
-        if not is_judged or not _has_ended(run.paths) or _is_known(study, run):
-            continue
-        failed = failed_arms(study, policy) if failed is None else failed
-        if run.arm in failed:
-            continue
+    for run in due:
         why = "to see whether the study would find them"
         tell(f"planting known faults on {run.arm}, {why}{run.cost}")
         try:

@@ -1,11 +1,14 @@
 """What a study will take: hours, bytes on disk and memory, from its config and a few timed steps.
 
-Time. Of each arm three updates are made without probe, and two with it; the first of each warms up
-and does not count. A run is its updates, those at which the probe looks, and what lay beside the
-updates in the trial: building the model, reading the text, the first and last snapshot. Arms that
-differ in their seed or nudge alone are timed once. Evaluations between the first and last snapshot,
-distances, planted faults and the report are left out: a study takes somewhat longer. A run over
-ranks is timed over as many, on this machine.
+Time. Of each arm up to _UPDATES updates are made without probe, and up to _LOOKS with it, each in a
+fresh process, as its runs; none is begun once _LONGEST_S have gone since the first one, and over
+ranks, which can't be stopped alike by their clocks, the least are made. An update takes the median
+of the later half of them, and what is slower as a run warms up counts once for each run. A run is
+its updates, those at which the probe looks, its snapshots with the held-out loss, its checkpoints,
+each as long as a snapshot, and what lay beside these in the trial: building the model, reading the
+text. Arms that differ in their seed or nudge alone are timed once. Distances, planted faults and
+the report are counted apart (`measuring_cost`). A run over ranks is timed over as many, on this
+machine.
 
 Disk. Snapshots with their sketches, checkpoints and predictions follow from the config
 (`size_check`), and which of them stay from the study's `keep` (`storage`); what is sure to be equal
@@ -16,20 +19,25 @@ Memory. The least that the largest arm does with (`memory_estimate`).
 """
 
 import json
+import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, Trainer
 
 from stability.config.axes import CHANGES_WEIGHTS, touches
 from stability.config.convert import to_dict
+from stability.config.roles import is_control
 from stability.config.schema import ArmConfig, NudgeConfig, SeedConfig, WatchConfig
+from stability.config.study import PolicyConfig
 from stability.model.ranks import ALONE, Ranks, joined, part
+from stability.probe.planted_faults import MOST
 from stability.probe.schedule import Schedule
 from stability.recorder.following import FollowingWitness, FollowingWriter
 from stability.recorder.trainer_door import TrainerDoor
@@ -37,22 +45,33 @@ from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
+from stability.study.assay import gradient_updates, planted_on
 from stability.study.assemble import assemble, fit, load_data, make_trainer, resolve_device
 from stability.study.call_over_ranks import call_over_ranks
-from stability.study.fresh_process import call_for
+from stability.study.distances import time_distance
+from stability.study.fresh_process import call_alone
+from stability.study.measuring_cost import (
+    REPORT_BYTES,
+    USUAL,
+    MeasuringCost,
+    most_gradients,
+    settled,
+)
 from stability.study.memory_estimate import Estimate, estimate_memory
-from stability.study.run import Run
+from stability.study.run import Run, snapshot_steps_of
 from stability.study.size_check import planned_files
 from stability.study.storage import keeps, stored_once
 from stability.tracking.loggers import RecordsLogger
 
-__all__ = ["REPORT_BYTES", "StudyCost", "Trial", "cost_of", "time_arm"]
+__all__ = ["StudyCost", "Trial", "cost_of", "time_arm"]
 
-REPORT_BYTES = 5_500_000
-"""The page of a small study; most of it is what draws its charts."""
-
-_UPDATES, _LOOKS = 3, 2
-"""What is timed of an arm without the probe, and with it; the first of each warms up."""
+_UPDATES, _LOOKS = 20, 6
+"""What is timed of an arm at most without the probe, and with it; the first of each warms up."""
+_LEAST = 4
+_LONGEST_S = 8.0
+"""Updates of a trial however long they take, and seconds after which it begins no further one."""
+_EARLY_SNAPSHOT = 2
+"""The update after which a snapshot is taken, beside those of the start and of the first update."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +81,11 @@ class Trial:
     update_seconds: float
     look_seconds: float
     """Of an update at which the probe looks; 0 if it never does."""
+    snapshot_seconds: float
     start_seconds: float
-    """All else: model, text, the first and last snapshot."""
+    """All else: process, model, text, what warms up, two snapshots."""
+    distance_seconds: float
+    """What it takes to measure how far two snapshots are apart."""
     update_bytes: float
     """Of the log."""
     look_bytes: float
@@ -76,12 +98,12 @@ class StudyCost:
     """What a study will take."""
 
     runs: int
-    seconds: float
-    """One run after another."""
     seconds_by_arm: dict[str, float]
-    """The same, of all seeds of each arm."""
+    """One run after another, of all seeds of each arm."""
     look_seconds: float
     """What of it the looks add to the updates that they are made at."""
+    measuring: MeasuringCost
+    """What is measured beside the runs takes."""
     keep: str
     """What stays of the snapshots."""
     disk: dict[str, int]
@@ -91,6 +113,16 @@ class StudyCost:
     memory: Estimate
     """Of the largest run."""
     on_gpu: bool
+
+    @property
+    def run_seconds(self) -> float:
+        """What all runs take."""
+        return sum(self.seconds_by_arm.values())
+
+    @property
+    def seconds(self) -> float:
+        """What the study takes."""
+        return self.run_seconds + self.measuring.seconds
 
     @property
     def bytes(self) -> int:
@@ -107,8 +139,10 @@ class StudyCost:
         return {
             "runs": self.runs,
             "hours": self.seconds / 3600,
+            "hours_of_runs": self.run_seconds / 3600,
             "hours_by_arm": {name: each / 3600 for name, each in self.seconds_by_arm.items()},
             "hours_of_looks": self.look_seconds / 3600,
+            "hours_of_measuring": self.measuring.hours,
             "disk_bytes": self.bytes,
             "disk": self.disk,
             "keep": self.keep,
@@ -124,11 +158,13 @@ def cost_of(
     runs: Sequence[Run],
     keep: str,
     *,
+    policy: PolicyConfig | None = None,
     isolated: bool = True,
     told: Callable[[str], None] = lambda _: None,
 ) -> StudyCost:
     """Return what `runs` take from their beginning, and leave under a policy of what to keep.
 
+    Faults are planted on the candidates of `policy`, by default on the arms of that role.
     `isolated`, the trials are in processes of their own. `told` is given a line before each of
     them, which takes seconds. ValueError as `assemble`.
     """
@@ -136,6 +172,8 @@ def cost_of(
     by_arm: dict[str, float] = {}
     of_looks, records = 0.0, 0.0
     count = len({_alike(run)[0] for run in runs})
+    if isolated:
+        call_alone(int)  # the server that all processes are forked from begins, as before a study
     for run in runs:
         key, alike = _alike(run)
         if key not in trials:
@@ -144,7 +182,7 @@ def cost_of(
         known = trials[key]
         looks = _looks(run)
         seconds = known.start_seconds + (run.last_step - looks) * known.update_seconds
-        seconds += looks * known.look_seconds
+        seconds += looks * known.look_seconds + _kept_beside(run) * known.snapshot_seconds
         by_arm[run.arm.name] = by_arm.get(run.arm.name, 0.0) + seconds
         of_looks += looks * max(0.0, known.look_seconds - known.update_seconds)
         log = (run.last_step - looks) * known.update_bytes + looks * known.look_bytes
@@ -158,9 +196,9 @@ def cost_of(
     largest = max(runs, key=lambda run: estimates[run.arm.name].bytes)
     return StudyCost(
         runs=len(runs),
-        seconds=sum(by_arm.values()),
         seconds_by_arm=by_arm,
         look_seconds=of_looks,
+        measuring=_measuring(runs, keep, trials, policy),
         keep=keep,
         disk={**_stored(runs, keep), **always},
         disk_of_all={**_stored(runs, "all"), **always},
@@ -187,6 +225,47 @@ def _stored(runs: Sequence[Run], keep: str) -> dict[str, int]:
     return found
 
 
+def _kept_beside(run: Run) -> int:
+    """Return at how many steps a run keeps something, beside its first and last snapshot."""
+    checkpoints = run.last_step // run.config.train.checkpoint_every
+    return len(_snapshots(run)) - 2 + checkpoints
+
+
+def _snapshots(run: Run) -> set[int]:
+    return {step for step in snapshot_steps_of(run) if step <= run.last_step}
+
+
+def _measuring(
+    runs: Sequence[Run], keep: str, trials: Mapping[str, Trial], policy: PolicyConfig | None
+) -> MeasuringCost:
+    """Return what is measured beside `runs` takes, which are timed as `trials` say."""
+    files = 0
+    first = [run for run in runs if run.seed == runs[0].seed]
+    for count, run in enumerate(first, start=1):
+        # as each that is no control ends; where all are kept, once
+        at_its_end = keep != "all" and not is_control(run.arm.role)
+        files += len(_snapshots(run)) * (count * at_its_end + (keep == "all")) * (len(first) > 1)
+    gradients = [
+        _gradient_seconds(run.config, trials[_alike(run)[0]])
+        for run in planted_on(runs, policy or PolicyConfig())
+    ]
+    pair = max(trials[_alike(run)[0]].distance_seconds for run in first)
+    seeds = len({run.seed for run in runs})
+    return MeasuringCost(
+        distances=seeds * files * pair / 2,
+        planted=USUAL * sum(gradients),
+        planted_most=most_gradients(MOST) * sum(gradients),
+    )
+
+
+def _gradient_seconds(config: ArmConfig, trial: Trial) -> float:
+    """Return what a gradient takes that a fault is planted in."""
+    if not config.probe.gradient_every:
+        return gradient_updates(config) * trial.update_seconds
+    look = max(0.0, trial.look_seconds - trial.update_seconds)
+    return gradient_updates(config) * look / config.probe.gradient_every
+
+
 def _looks(run: Run) -> int:
     """Return at how many updates of a run the probe looks, or gradients are looked at."""
     probe = run.config.probe
@@ -205,13 +284,27 @@ def _trial_of(run: Run) -> str:
     """Return what is made of a run to time it."""
     probe = run.config.probe
     looks = f", and {_LOOKS} with the probe" if probe.is_on or probe.gradient_every else ""
-    return f"{run.arm.name}, seed {run.seed}: {_UPDATES} updates{looks}"
+    return f"{run.arm.name}, seed {run.seed}: up to {_most(run.config)} updates{looks}"
+
+
+def _most(config: ArmConfig) -> int:
+    """Return the most updates of a trial without probe: no more than there are in a run."""
+    return max(_LEAST, min(_UPDATES, config.train.steps))
 
 
 def _timed(config: ArmConfig, *, isolated: bool) -> Trial:
     if config.parallel.ranks > 1:
         return call_over_ranks(config.parallel.ranks, time_arm, config)[0]
-    return call_for(config, time_arm, config) if isolated else time_arm(config)
+    began = time.perf_counter()
+    trial, inside = call_alone(_time_all, config) if isolated else _time_all(config)
+    outside = time.perf_counter() - began - inside
+    return replace(trial, start_seconds=trial.start_seconds + outside)
+
+
+def _time_all(config: ArmConfig) -> tuple[Trial, float]:
+    """Return the trial of an arm, and what all of it has taken."""
+    began = time.perf_counter()
+    return time_arm(config), time.perf_counter() - began
 
 
 def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
@@ -227,17 +320,25 @@ def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
 
 def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
     off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
-    plain = _trained(replace(config, probe=off), _UPDATES, ranks)
+    plain = _trained(replace(config, probe=off), _most(config), ranks)
     looked = None
     if config.probe.is_on or config.probe.gradient_every:
         gradient = min(1, config.probe.gradient_every)
         layers = min(1, int(config.probe.is_on))
         on = replace(config.probe, every=layers, steps=(), per_decade=0, gradient_every=gradient)
         looked = _trained(replace(config, probe=on), _LOOKS, ranks)
+    update = settled(plain.seconds[_EARLY_SNAPSHOT:])
+    snapshot = max(0.0, plain.seconds[_EARLY_SNAPSHOT - 1] - update)
+    look = settled(looked.seconds[_EARLY_SNAPSHOT:]) if looked else 0.0
+    start = plain.whole - len(plain.seconds) * update
+    if looked:  # what the probe needs before it looks, and its first look, come once too
+        start = max(start, looked.whole - len(looked.seconds) * look)
     return Trial(
-        update_seconds=min(plain.seconds[1:]),
-        look_seconds=looked.seconds[-1] if looked else 0.0,
-        start_seconds=plain.whole - sum(plain.seconds[1:]),
+        update_seconds=update,
+        look_seconds=look,
+        snapshot_seconds=snapshot,
+        start_seconds=max(0.0, start - snapshot),
+        distance_seconds=plain.distance,
         update_bytes=plain.log[-1],
         look_bytes=looked.log[-1] if looked else 0.0,
         fixed_bytes=plain.fixed,
@@ -254,13 +355,20 @@ class _Trained:
     """Seconds of all of it."""
     fixed: int
     """Bytes of what is written once."""
+    distance: float
+    """Seconds in which the distance of two snapshots is measured."""
 
 
 class _Clock(Callback):
-    """Notes when each update has ended, and how long the log was by then."""
+    """Notes when each update has ended, and how long the log was by then.
 
-    def __init__(self, log: MetricLog) -> None:
+    Training ends with the update, from number _LEAST on, that ends more than `longest_s` after the
+    first one.
+    """
+
+    def __init__(self, log: MetricLog, longest_s: float) -> None:
         self._file = log
+        self._longest_s = longest_s
         self.times: list[float] = []
         self.sizes: list[int] = []
 
@@ -269,16 +377,24 @@ class _Clock(Callback):
         if not self.times:
             self._note()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Note when an update has ended."""
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Note when an update has ended; a batch may be a part of one."""
+        if trainer.global_step < len(self.times):
+            return
         self._note()
+        is_late = self.times[-1] - self.times[1] > self._longest_s
+        if trainer.global_step >= _LEAST and is_late:
+            trainer.should_stop = True
 
     def _note(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self.times.append(time.perf_counter())
         self.sizes.append(self._file.position())
 
 
 def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
+    steps = steps if ranks.count == 1 else _LEAST
     train = replace(config.train, steps=steps, checkpoint_every=10 * steps, snapshot_steps=())
     config = replace(config, train=train, watch=WatchConfig(every=min(1, config.watch.every)))
     began = time.perf_counter()
@@ -291,14 +407,14 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
         door = TrainerDoor(
             writer if ranks.is_first else FollowingWriter(ranks),
             parts.model,
-            {0, steps},
+            {0, 1, _EARLY_SNAPSHOT},  # which is the last one is not known
             witness if ranks.is_first else FollowingWitness(),
             held_out=data.held_out_batches,
             kept=config.held_out.prediction_batches,
             ranks=ranks,
             parallel=config.parallel,
         )
-        clock = _Clock(log)
+        clock = _Clock(log, _LONGEST_S if ranks.count == 1 else math.inf)
         try:
             callbacks = [*parts.callbacks, door, clock]
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, steps, ranks)
@@ -311,5 +427,7 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
         once = sum(path.stat().st_size for path in own if path.exists())
         sizes = [later - sooner for sooner, later in pairwise(clock.sizes)]
         rest = files.paths.metrics.stat().st_size - sum(sizes)
+        kept = [files.paths.held_snapshot(step) for step in (0, 1)]
+        distance = time_distance(*kept) if ranks.is_first else 0.0
     times = [later - sooner for sooner, later in pairwise(clock.times)]
-    return _Trained(times, sizes, whole, once + rest)
+    return _Trained(times, sizes, whole, once + rest, distance)

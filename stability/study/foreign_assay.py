@@ -33,9 +33,17 @@ from stability.study.assays import Assayed, looks_at, parents_of, steps_of, upda
 from stability.study.foreign import died, spool_below, variables_of
 from stability.study.foreign_plan import ForeignRun
 from stability.study.given_start import start_variables
+from stability.study.measuring_cost import USUAL, is_assayed
 from stability.study.run import locked
 
-__all__ = ["assay_commands", "assay_recorded"]
+__all__ = [
+    "FIRST_LOOKS",
+    "LOOK_GRADIENTS",
+    "assay_commands",
+    "assay_recorded",
+    "planted_on",
+    "planted_updates",
+]
 
 _PLANTING = "stability.study.planting"
 """What the script's process loads; by name, since it needs torch, and this one does not."""
@@ -43,6 +51,8 @@ _PLANTING = "stability.study.planting"
 Advanced = Callable[[str, int, int, str], None]
 """Told of an arm how many of at most so many updates, or looks, are made."""
 
+LOOK_GRADIENTS = 6
+"""Gradients that a look of a command's probe computes: three attentions', isolated and trained."""
 FIRST_LOOKS = 24
 """Looks that settle most faults; MOST of them would have every script run four times as long."""
 
@@ -54,6 +64,7 @@ def assay_commands(
     note: Callable[[str, int, str], None],
     tell: Callable[[str], None],
     advanced: Advanced = lambda arm, done, most, what: None,
+    planned: Callable[[Sequence[str]], None] = lambda arms: None,
 ) -> list[AssayRecord]:
     """Assay each candidate of `runs` that needs it, as `assays.update`.
 
@@ -73,7 +84,31 @@ def assay_commands(
         # of one that swaps no attention, or is not looked at as needed, the config says so
         if run.asked.attention and not why_unplanted(run.config)
     ]
-    return update(runs[0].folder, assayed, policy, note, tell) if assayed else []
+    return update(runs[0].folder, assayed, policy, note, tell, planned) if assayed else []
+
+
+def planted_on(runs: Sequence[ForeignRun]) -> list[ForeignRun]:
+    """Return the runs of a study that faults are planted on, if none fails: the first seed's."""
+    first = [run for run in runs if run.seed == runs[0].seed]
+    if not any(run.role == "broken" for run in first):
+        return []
+    named = runs[0].policy["candidates"]
+    return [
+        run
+        for run in first
+        if is_assayed(run.arm, run.role, named)
+        and run.asked.attention
+        and not why_unplanted(run.config)
+    ]
+
+
+def planted_updates(runs: Sequence[ForeignRun]) -> dict[tuple[str, int], float]:
+    """Return of each of these how many of its updates, with their looks, usually take as long."""
+    return {
+        (run.arm, run.seed): min(FIRST_LOOKS, run.asked.steps)
+        + USUAL * run.asked.probe["gradient_every"] / LOOK_GRADIENTS
+        for run in planted_on(runs)
+    }
 
 
 def assay_recorded(run: ForeignRun, tell: Callable[[str], None]) -> None:

@@ -31,6 +31,7 @@ from .spool import Spool
 from .start_dtypes import read_dtypes
 from .taken_start import hash_start
 from .training import Training
+from .update_clock import UpdateClock
 from .witness import InsideWitness
 
 __all__ = ["code_told", "due_at", "looks_at", "record_process", "start_of"]
@@ -71,7 +72,8 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         seen = witness.told() if witness else {}
         found = {"modules": own_modules(), "files": files, "attention": calls, **seen}
         later = {"written": started().written(), "changed": changed, **code_told()}
-        return {**found, "held_out": held_out, "memory": most_memory(), **later}
+        timed = training.clock.told() if training.clock else {}
+        return {**found, "held_out": held_out, "memory": most_memory(), **later, **timed}
 
     observes = asked.get("STABILITY_OBSERVES", "1") == "1"
     held_out = asked.get("STABILITY_HELD_OUT", "")
@@ -89,6 +91,8 @@ def record_process(asked: Mapping[str, str]) -> Callable[[], None]:
         evaluations=Evaluations(watches=observes and held_out in ("", "all")),
         held_out=HeldOutLoss(held_out) if has_function else None,
     )
+    if asked.get("STABILITY_TRIAL"):
+        training.clock = UpdateClock(asked["STABILITY_TRIAL"])
     if observes and not rank and asked.get("STABILITY_PROBE"):
         training.look = _looking(asked["STABILITY_PROBE"], training, replaced, spool)
     witness = None

@@ -7,11 +7,11 @@ ends (`training`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Callable, Dict, List, Set, Tuple
 
 from torch import Tensor
 
-__all__ = ["Given", "Row", "held_out_line", "update_line"]
+__all__ = ["Given", "Row", "held_out_line", "trained_on", "update_line"]
 
 
 @dataclass
@@ -56,6 +56,17 @@ class Row:
     """Whether something was back-propagated before a step."""
     skipped: int = 0
     """Steps that a loss scaler left out."""
+
+
+def trained_on(given: List[Given], is_reached: Callable[[int], bool]) -> List[Given]:
+    """Return what models were given to train on, what they evaluate left out.
+
+    `is_reached` says of a place in autograd's record whether a loss came of it.
+    """
+    # one that is frozen in part may train in evaluation mode, and so may one of two models; a
+    # call of a model that is in training mode, too, is evaluation where no loss came of it
+    trained = {x.model for x in given if x.is_training}
+    return [x for x in given if x.model not in trained or x.is_training or is_reached(x.place)]
 
 
 def held_out_line(step: int, loss: float, inputs: Any, samples: int) -> Dict[str, Any]:

@@ -33,10 +33,11 @@ from .loss_targets import Aim, place_in_graph
 from .models_in_graph import ModelsInGraph
 from .names import named_state, one_search, root_of
 from .planned import PlannedStop, is_due
-from .rows import Given, Row, held_out_line, update_line
+from .rows import Given, Row, held_out_line, trained_on, update_line
 from .saved_hooks import SavedHooks
 from .spool import Spool
 from .taken_start import TakenStart, copied, time_when_idle
+from .update_clock import UpdateClock
 
 __all__ = ["Training"]
 
@@ -57,6 +58,8 @@ class Training:
 
     _is_to_look = False
     sees_backward = False  # set where it is told what is back-propagated
+    clock: Optional[UpdateClock] = None
+    """Of a trial, times its updates and says when it has gone on for long enough."""
 
     def __init__(
         self,
@@ -359,7 +362,7 @@ class Training:
         place = self._places.setdefault(optimizer, len(self._places))
         if self._losses:
             row.losses.setdefault(place, []).extend(self._losses)
-        for one in self._trained_on():
+        for one in trained_on(self._given, self.models.is_reached):
             row.hashes.append(one.samples.sum())
             row.order.append(hash_in_order(one.samples, len(row.order)))
             row.samples += len(one.samples)
@@ -371,16 +374,6 @@ class Training:
         self._labels.step(self._given, row)
         self._losses, self._given, self._is_backed = [], [], False
         self.models.step()
-
-    def _trained_on(self) -> List[Given]:
-        """Return what models were given since the last step, what they evaluate left out."""
-        # one that is frozen in part may train in evaluation mode, and so may one of two models; a
-        # call of a model that is in training mode, too, is evaluation where no loss came of it
-        trained = {x.model for x in self._given if x.is_training}
-        reached = self.models.is_reached
-        return [
-            x for x in self._given if x.model not in trained or x.is_training or reached(x.place)
-        ]
 
     def _check_start(self) -> None:
         """See before the first step whether the script has left the weights as they were taken."""
@@ -413,6 +406,8 @@ class Training:
         self._lines.append((self.step, row))
         if self.instrument is not None:
             self.instrument.step()
+        if self.clock is not None and self.clock.ends_trial(self.step, self._begun["world"]):
+            self._steps = self.step
         is_planned = self.step == self._steps
         if self._gathers and (self._due(self.step) or is_planned):
             self._save(self.step)

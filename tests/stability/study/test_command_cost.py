@@ -19,6 +19,7 @@ from stability.recorder.spooled import _memory
 from stability.study import command_cost
 from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
 from stability.study.foreign import RunFailedError
+from stability.study.measuring_cost import REPORT_S, USUAL
 from stability.study.run_commands import plan_commands
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -30,6 +31,7 @@ def attend(q, k, v, **_):
     time.sleep(1)
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 """
+ENDS_AFTER_3 = "import sys\nsys.argv += ['--steps', '3']\n"
 LARGE = 300 * 2**20
 
 
@@ -78,8 +80,8 @@ def test_disk_and_memory_are_those_of_the_runs_and_nothing_is_left(folder, capsy
     printed = capsys.readouterr()
     assert sorted(folder.iterdir()) == before
     assert printed.err.splitlines()[1:] == [
-        "timing 1 of 2: baseline, 4 updates",
-        "timing 2 of 2: lr, 4 updates",
+        "timing 1 of 2: baseline, up to 8 updates",
+        "timing 2 of 2: lr, up to 8 updates",
     ], "of two that differ in the nudge alone one is timed"
     cost = json.loads(printed.out)
     assert cost["runs"] == 8
@@ -106,53 +108,87 @@ def test_a_look_is_told_from_an_update(folder):
     assert time_command(run).gradient_seconds == 0.0
 
 
-def trial_of(folder, probe, seconds, *, whole):
-    """Return what a trial says whose states were kept and recorded as `seconds` has it."""
-    (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe))
+def trial_of(folder, probe, updates, *, whole, monkeypatch, kept=(), asked=24):
+    """Return what a trial says whose `updates` took so many seconds; a state is kept in 2."""
+    (run,) = planned(study_of(folder, "evaluates.py", {}, probe=probe, steps=asked))
     run = replace(run, folder=folder / "trial")
-    times, now = {}, 100.0
-    for step, (took, kept) in seconds.items():
-        times[step] = (now + took, now + took + kept)
-        now += took + kept
-    for place, step in enumerate((0, *seconds)):
+    times, ended, now = {}, [], 100.0
+    for step, took in enumerate(updates, start=1):
+        now += took
+        ended.append(now)
+        if step in (*kept, len(updates)):
+            times[step] = (now + 0.25, now + 2.25)
+            now += 2.25
+    for place, step in enumerate((0, *times)):
         for path, size in ((run.paths.snapshot(step), 1000), (run.paths.sketch(step), 50)):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"x" * size)
             # each takes half a second to be recorded
             os.utime(path, (place / 2, place / 2))
-    run.paths.metrics.write_bytes(b"x" * 60)
+    run.paths.metrics.write_bytes(b"x" * 10 * len(updates))
     run.paths.manifest.write_bytes(b"x" * 7)
-    spooled = SimpleNamespace(times=times, memory={"host": 3}, held_out=HeldOut())
+    spooled = SimpleNamespace(
+        step=len(updates),
+        times=times,
+        clock={"ended": ended},
+        memory={"host": 3},
+        held_out=HeldOut(),
+        buffers=(),
+    )
+    monkeypatch.setattr(command_cost, "time_distance", lambda one, other: 3.0)
+    monkeypatch.setattr(command_cost, "snapshot_dtypes", lambda path: {})
     return command_cost._trial(run, spooled, whole)
 
 
-def test_a_look_and_keeping_a_state_are_no_part_of_an_update(folder):
+def test_a_look_and_keeping_a_state_are_no_part_of_an_update(folder, monkeypatch):
     """An update takes 1 s, a look adds 10 and one at the gradient 100; a state is kept in 2."""
     probe = {"candidate": "flash:fa2", "every": 2, "gradient_every": 4}
-    seconds = {1: (50, 2), 3: (2, 2), 4: (11, 2), 5: (1, 2), 6: (101, 2)}
-    found = trial_of(folder, probe, seconds, whole=200)
+    looked = {1: 50, **dict.fromkeys((4, 7, 10), 11), 6: 101, 12: 101}
+    updates = [looked.get(step, 1) for step in range(1, 13)]
+    found = trial_of(folder, probe, updates, whole=500, monkeypatch=monkeypatch, kept=(1, 3))
     assert (found.update_seconds, found.look_seconds, found.gradient_seconds) == (1, 10, 100)
     assert found.state_seconds == 2 + 0.5
     # less what updates and states have taken: the first update, which warms up, is in it
-    assert found.start_seconds == 200 - (2 + 11 + 1 + 101) - 5 * 2.5
+    assert found.start_seconds == 500 - (11 + 3 * 10 + 2 * 100) - 3 * 2.5
     assert (found.state_bytes, found.update_bytes, found.fixed_bytes) == (1050, 10, 7)
+    assert (found.updates, found.distance_seconds) == (12, 3.0)
 
 
-def test_without_a_probe_an_update_is_what_lies_between_two_states(folder):
-    found = trial_of(folder, None, {1: (50, 2), 4: (6, 2)}, whole=100)
-    assert (found.update_seconds, found.state_seconds) == (2, 2.5)
+@pytest.mark.parametrize("busy", [0, 5], ids=["idle", "busy now and then"])
+def test_what_warms_up_counts_once_and_a_busy_moment_not_at_every_update(folder, monkeypatch, busy):
+    """The first BF16 updates were slow, three of four were timed: 2.4 times what a run took."""
+    updates = [9, 6, 5, 4, 3, *([1] * 19)]
+    updates[17] += busy
+    found = trial_of(folder, None, updates, whole=100, monkeypatch=monkeypatch)
+    assert found.update_seconds == 1
+    assert found.start_seconds == 100 - 23 - 2.5
     assert (found.look_seconds, found.gradient_seconds) == (0, 0)
-    assert found.start_seconds == 100 - 6 - 2 * 2.5
-    assert found.update_bytes == 15
+    assert found.update_bytes == 10
+
+
+def test_of_a_first_look_at_the_gradient_no_other_is_judged(folder, monkeypatch):
+    """It chooses its code, too: in a run it comes once."""
+    probe = {"candidate": "flash:fa2", "every": 0, "gradient_every": 4}
+    updates = [30 if step == 6 else 3 if step % 6 == 0 else 1 for step in range(1, 25)]
+    found = trial_of(folder, probe, updates, whole=100, monkeypatch=monkeypatch)
+    assert (found.update_seconds, found.gradient_seconds) == (1, 2)
+
+
+def test_a_trial_makes_no_more_updates_than_its_run(folder):
+    for steps, most in ((8, 8), (2, 4), (100, 24)):
+        path = study_of(folder, "plain.py", {}, steps=steps, snapshots=(1,))
+        assert command_cost._updates(*planned(path)) == (4, most)
 
 
 def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
     trial = CommandTrial(
+        updates=8,
         update_seconds=1.0,
         look_seconds=10.0,
         gradient_seconds=100.0,
         state_seconds=1000.0,
         start_seconds=10_000.0,
+        distance_seconds=0.5,
         state_bytes=7,
         update_bytes=2.0,
         fixed_bytes=5,
@@ -168,13 +204,38 @@ def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
     plain = 10_000 + 7 + 3 * 1000
     assert cost.seconds_by_seed == {3: plain + 20 + 100 + plain, 4: plain + 20 + plain}
     assert cost.seconds_by_arm == {"baseline": 2 * plain + 140, "lr": 2 * plain}
-    assert cost.seconds == 4 * plain + 140
+    assert cost.run_seconds == 4 * plain + 140
+    # half a second for a pair of files: the four states of both arms, in two seeds
+    assert cost.measuring.distances == 2 * 4 * 2 * 0.5 / 2
+    assert cost.seconds == cost.run_seconds + cost.measuring.distances + REPORT_S
+    assert cost.measuring.planted == 0, "no arm is broken"
     assert cost.look_seconds == 140
     # the states: the start, 2, 6 and the end
     assert cost.disk["snapshots"] == 4 * 4 * 7
     assert cost.disk["records"] == 4 * (5 + 8 * 2)
     assert cost.memory == {"host": 3}
-    assert told == ["timing 1 of 2: baseline, 6 updates", "timing 2 of 2: lr, 4 updates"]
+    assert told == [
+        "timing 1 of 2: baseline, up to 8 updates",
+        "timing 2 of 2: lr, up to 8 updates",
+    ]
+
+
+def test_planted_faults_are_counted_as_they_usually_are_and_at_most(folder, monkeypatch):
+    """The command runs again for 24 updates; where no fault is settled once more, for 96."""
+    trial = replace(TRIAL, start_seconds=10.0, gradient_seconds=6.0)
+    monkeypatch.setattr(command_cost, "time_command", lambda run: trial)
+    probe = {"candidate": "flash:fa2", "gradient_every": 1}
+    attention = {"attention": "flash:fa2", "probe": probe}
+    broken = {**attention, "attention": "flash:fa2+out_gain_1pct", "role": "broken"}
+    arms = {"fa2": attention, "blind": {"attention": "sdpa:math"}, "broken": broken}
+    path = study_of(folder, "evaluates.py", arms, seeds=(0, 1), steps=200)
+    measuring = cost_of_commands(planned(path)).measuring
+    assert measuring.planted == 10 + 24 + USUAL, "once, on the candidate that is looked at"
+    gradients = (24 + 96) * (3 + 7) + 3 * 12
+    assert measuring.planted_most == (10 + 24) + (10 + 96) + gradients
+    del arms["broken"]
+    path = study_of(folder, "evaluates.py", arms, seeds=(0, 1), steps=200)
+    assert cost_of_commands(planned(path)).measuring.planted_most == 0
 
 
 def test_a_planted_fault_and_a_commit_are_timed_as_what_they_are_planted_on(folder, monkeypatch):
@@ -189,11 +250,13 @@ def test_a_planted_fault_and_a_commit_are_timed_as_what_they_are_planted_on(fold
 
 
 TRIAL = CommandTrial(
+    updates=4,
     update_seconds=1.0,
     look_seconds=0.0,
     gradient_seconds=0.0,
     state_seconds=0.0,
     start_seconds=0.0,
+    distance_seconds=0.0,
     state_bytes=1,
     update_bytes=1.0,
     fixed_bytes=1,
@@ -205,8 +268,9 @@ TRIAL = CommandTrial(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"no-such": 1}, "arm lr: its trial of 4 updates: the command ended with exit code 2"),
-        ({"steps": 3}, "arm lr: its trial of 4 updates: training ended after 3 updates of 4"),
+        ({"no-such": 1}, "arm lr: its trial of 8 updates: the command ended with exit code 2"),
+        ({"steps": 3}, "arm lr: its trial of 8 updates: training ended after 3 updates of 8"),
+        ({"steps": 7}, "arm lr: its trial of 8 updates: training ended after 7 updates of 8"),
     ],
 )
 def test_an_arm_that_can_not_be_timed_is_named(folder, capsys, flags, said):
@@ -215,6 +279,19 @@ def test_an_arm_that_can_not_be_timed_is_named(folder, capsys, flags, said):
     assert code_of("estimate", str(path)) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_shorter_than_a_trial_is_timed_whole(folder):
+    path = study_of(folder, "plain.py", {}, steps=3, snapshots=(1,), before=ENDS_AFTER_3)
+    assert time_command(*planned(path)).updates == 3
+
+
+@pytest.mark.slow
+def test_a_slow_command_makes_the_least_of_updates(folder, monkeypatch):
+    monkeypatch.setattr(command_cost, "_LONGEST_S", 0.0)
+    path = study_of(folder, "plain.py", {}, steps=100)
+    assert time_command(*planned(path)).updates == 4
 
 
 @pytest.mark.slow
@@ -246,7 +323,8 @@ def test_it_is_said_in_lines_of_80_columns(folder, monkeypatch, capsys, seconds)
     assert max(map(len, lines)) <= 80
     said = " ".join(" ".join(lines).split())
     assert "mine: 8 runs time" in said
-    assert "and what a script evaluates after its first few updates" in said
+    assert "what a script evaluates after 4 updates comes on top" in said
+    assert "8 runs, one after another 3 seconds the report" in said, "no fault is planted"
     assert "seed 0, where the gradient is looked at, takes" in said
     assert "1.0 GiB of the host's and 8.0 GiB of a GPU's of one run, in its" in said
     assert ("- seeds, 4 now." in said) == (seconds > 600)
@@ -335,10 +413,10 @@ def test_a_commit_is_timed_in_its_own_checkout(folder, monkeypatch):
     monkeypatch.setattr(command_cost, "commanded", commanded)
     runs = {run.arm: run for run in planned(path)}
     for run in runs.values():
-        with pytest.raises(ValueError, match=f"arm {run.arm}: its trial of 4 updates: it is not"):
+        with pytest.raises(ValueError, match=f"arm {run.arm}: its trial of 8 updates: it is not"):
             time_command(run)
     monkeypatch.setattr(command_cost, "folder_of", refuse)
-    with pytest.raises(ValueError, match="arm old: its trial of 4 updates: setup: it fails"):
+    with pytest.raises(ValueError, match="arm old: its trial of 8 updates: setup: it fails"):
         time_command(runs["old"])
     assert places[0] is None
     assert places[1].is_relative_to(folder / "cache")
@@ -353,7 +431,7 @@ def test_what_trains_nothing_is_told_with_its_arm(folder):
     path = study_of(folder, "plain.py", {})
     (folder / "train.py").write_text("print(1)")
     (run,) = planned(path)
-    with pytest.raises(ValueError, match="arm baseline: its trial of 4 updates: no training was"):
+    with pytest.raises(ValueError, match="arm baseline: its trial of 8 updates: no training was"):
         time_command(run)
 
 

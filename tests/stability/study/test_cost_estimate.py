@@ -4,6 +4,8 @@ import json
 import os
 import time
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +13,8 @@ from stability.cli.main import main
 from stability.config.load import load_study
 from stability.study import cost_estimate, run_study
 from stability.study.call_over_ranks import call_over_ranks
-from stability.study.cost_estimate import StudyCost, Trial, cost_of
+from stability.study.cost_estimate import StudyCost, Trial, _kept_beside, cost_of
+from stability.study.measuring_cost import USUAL, MeasuringCost
 from stability.study.memory_estimate import Estimate, Part, estimate_memory
 from stability.study.run_study import plan_study
 
@@ -64,7 +67,9 @@ def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys,
     before = sorted(tmp_path.iterdir())
     assert main(["estimate", str(path)]) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[1].startswith("timing 1 of 1: baseline, seed 0: 3 updates")
+    assert printed.err.splitlines()[1].startswith(
+        "timing 1 of 1: baseline, seed 0: up to 6 updates"
+    )
     said = printed.out.splitlines()
     assert all(len(line) <= 80 for line in said)
     assert [line.split()[0] for line in said if line[0] != " "] == [
@@ -88,9 +93,9 @@ def _cost(seconds, **changes):
     by_arm = {"baseline": 0.2 * seconds, "mine": 0.5 * seconds, "broken": 0.3 * seconds}
     known = StudyCost(
         runs=9,
-        seconds=seconds,
         seconds_by_arm=by_arm,
         look_seconds=seconds / 2,
+        measuring=MeasuringCost(report=0.0),
         keep="none",
         disk={"records": 10},
         disk_of_all={"records": 10},
@@ -150,7 +155,9 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     trial = Trial(
         update_seconds=1.0,
         look_seconds=3.0,
+        snapshot_seconds=0.5,
         start_seconds=10.0,
+        distance_seconds=0.1,
         update_bytes=1.0,
         look_bytes=1.0,
         fixed_bytes=1,
@@ -162,14 +169,75 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     cost = cost_of(runs, "none", told=told.append)
     assert told[1::2] == ["timed"] * 3
     assert told[::2] == [
-        "timing 1 of 3: baseline, seed 0: 3 updates, and 2 with the probe",
-        "timing 2 of 3: short, seed 0: 3 updates",
-        "timing 3 of 3: fp32, seed 0: 3 updates, and 2 with the probe",
+        "timing 1 of 3: baseline, seed 0: up to 6 updates, and 6 with the probe",
+        "timing 2 of 3: short, seed 0: up to 6 updates",
+        "timing 3 of 3: fp32, seed 0: up to 6 updates, and 6 with the probe",
     ]
-    assert cost.seconds == sum(cost.seconds_by_arm.values())
-    assert cost.seconds_by_arm["short"] == 10 + 4
+    assert cost.run_seconds == sum(cost.seconds_by_arm.values())
+    # one snapshot between the first and the last, and two checkpoints
+    assert cost.seconds_by_arm["short"] == 10 + 4 + 3 * 0.5
     # each look is an update of 3 s in the place of one of 1 s
-    assert cost.seconds - cost.look_seconds == 3 * 10 + sum(run.last_step for run in runs)
+    updates = sum(run.last_step for run in runs)
+    kept = sum(_kept_beside(run) for run in runs)
+    assert cost.run_seconds - cost.look_seconds == 3 * 10 + updates + 0.5 * kept
+    # a tenth for a pair of files: as the run ends that is no control, of three at four steps
+    assert cost.measuring.distances == pytest.approx(0.1 * 3 * 4 / 2)
+    assert cost.measuring.planted == 0
+    assert cost.seconds == cost.run_seconds + cost.measuring.seconds
+
+
+def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_path, monkeypatch):
+    """A look of 7 s adds 6 to its update: three gradients, of 2 of a batch's 4 sequences."""
+    trial = Trial(
+        update_seconds=1.0,
+        look_seconds=7.0,
+        snapshot_seconds=0.0,
+        start_seconds=0.0,
+        distance_seconds=0.0,
+        update_bytes=1.0,
+        look_bytes=1.0,
+        fixed_bytes=1,
+    )
+    monkeypatch.setattr(cost_estimate, "_timed", lambda config, *, isolated: trial)
+    flash = {"implementation": "flash", "profile": "fa2"}
+    probe = {"every": 1, "gradient_every": 1, "gradient_sequences": 2}
+
+    def edit(content):
+        content["arms"] = {
+            "baseline": {},
+            "fa2": {"attention": flash, "probe": probe},
+            "unlooked": {"attention": {**flash, "profile": "all_bf16"}, "probe": {"every": 1}},
+            "broken": {"attention": {**flash, "fault": "out_gain_1pct"}, "role": "broken"},
+            "fp32": {"precision": "32-true"},
+        }
+
+    study = load_study(write_study(edit))
+    runs = plan_study(study, tmp_path / "runs")
+    measuring = cost_of(runs, "all", isolated=False).measuring
+    # of the one without looks at the gradient: three updates each
+    assert measuring.planted == USUAL * (4 + 3)
+    assert measuring.planted_most == (96 * (3 + 7) + 3 * 12) * (4 + 3)
+    named = replace(study.policy, candidates=("fa2",))
+    assert cost_of(runs, "all", policy=named, isolated=False).measuring.planted == USUAL * 4
+    whole = [run for run in runs if run.arm.role != "broken"]
+    assert cost_of(whole, "all", isolated=False).measuring.planted == 0
+
+
+def test_a_trial_ends_once_it_takes_long(monkeypatch):
+    """As Lightning tells it of four micro-batches an update."""
+    now = [0.0]
+    monkeypatch.setattr(cost_estimate.time, "perf_counter", lambda: now[0])
+    clock = cost_estimate._Clock(SimpleNamespace(position=lambda: 0), longest_s=8.0)
+    trainer = SimpleNamespace(global_step=0, should_stop=False)
+    clock.on_train_batch_start()
+    for batch in range(1, 100):
+        now[0] += 30 if batch <= 4 else 0.5
+        trainer.global_step = batch // 4
+        clock.on_train_batch_end(trainer)
+        if trainer.should_stop:
+            break
+    assert trainer.global_step == 6, "the first update, and 8 s from its end"
+    assert [later - sooner for sooner, later in pairwise(clock.times)] == [120, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.slow
