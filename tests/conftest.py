@@ -5,7 +5,7 @@ import gc
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,7 @@ class SilentObserver:
     def __init__(self) -> None:
         self.ended: list[tuple[str, int, str, str]] = []
         self.losses: list[float | None] = []
+        self.planned: list[list[str]] = []
         self.assays: list[tuple[str, int, int, str]] = []
         self.notes: list[str] = []
         self.study_notes: list[str] = []
@@ -76,6 +77,10 @@ class SilentObserver:
     def study_noted(self, text: str) -> None:
         """Remember what is done beside training."""
         self.study_notes.append(text)
+
+    def assays_planned(self, arms: Sequence[str]) -> None:
+        """Remember which candidates faults are planted on."""
+        self.planned.append(list(arms))
 
     def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
         """Remember how far the planting of faults has come."""

@@ -3,6 +3,7 @@
 Whoever records other people's scripts needs no Lightning for it, so none is imported here.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 __all__ = ["StudyObserver"]
@@ -29,6 +30,10 @@ class StudyObserver(Protocol):
 
     def study_noted(self, text: str) -> None:
         """What is done while no run trains, and may take a while."""
+        ...
+
+    def assays_planned(self, arms: Sequence[str]) -> None:
+        """All runs are over, and known faults are going to be planted on these candidates."""
         ...
 
     def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:

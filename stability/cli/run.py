@@ -24,7 +24,9 @@ from stability.tracking.environment import WandbMode, check_wandb, resolve_mode
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stability.analysis.study_records import RecordedStudy
     from stability.execute.executor import Executor
+    from stability.report.terminal.progress import StudyDisplay
 
 __all__ = ["check_keep", "option_help", "run", "split_options", "with_seeds"]
 
@@ -183,6 +185,7 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     from rich.console import Console
 
     from stability.report.terminal.progress import StudyDisplay
+    from stability.study.assay import planted_updates
     from stability.study.assemble import quieten_lightning
     from stability.study.rank_tasks import this_task
     from stability.study.run import has_ended
@@ -209,7 +212,12 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     console = Console()
     options = TrainOptions(wandb_mode=mode, check_observer=asked.check_observer)
     updates = {(run.arm.name, run.seed): run.last_step for run in runs}
-    display = StudyDisplay(console, 1) if asked.only else StudyDisplay(console, len(runs), updates)
+    planted = planted_updates(runs, config.policy)
+    display = (
+        StudyDisplay(console, 1, reports=False)
+        if asked.only
+        else StudyDisplay(console, len(runs), updates, planted)
+    )
     with display:
         try:
             if asked.only and asked.seed is not None:
@@ -232,8 +240,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
                 )
         except StudyError as error:
             raise ValueError(f"{asked.study}: {error}") from error
-    if not asked.only:
-        _show_study(asked.out / config.name, mode, console)
+        written = None if asked.only else _write_report(asked.out / config.name, mode, display)
+    if written:
+        _show_study(written, console)
     return HOLDS if all(has_ended(run.paths) for run in runs) else FAILS
 
 
@@ -284,6 +293,7 @@ def _run_commands(
     from rich.console import Console  # heavy from here on
 
     from stability.report.terminal.progress import StudyDisplay
+    from stability.study.foreign_assay import planted_updates
     from stability.study.run_commands import changed_command_protocol, plan_commands, run_commands
 
     runs = plan_commands(study, out)
@@ -292,38 +302,58 @@ def _run_commands(
     for change in changed_command_protocol(study, out):
         print_line(f"EXPLORATORY: {change}")
     console = Console()
-    with StudyDisplay(console, len(runs)) as display:
+    updates = {(run.arm, run.seed): run.asked.steps for run in runs}
+    with StudyDisplay(console, len(runs), updates, planted_updates(runs)) as display:
         run_commands(study, out, observer=display, check_observer=check_observer)
-    if any(run.arm == BASELINE and run.is_kept for run in runs):
-        _show_study(out / study.name, mode, console)
+        is_there = any(run.arm == BASELINE and run.is_kept for run in runs)
+        written = _write_report(out / study.name, mode, display) if is_there else None
+    if written:
+        _show_study(written, console)
     return HOLDS if all(run.is_kept for run in runs) else FAILS
 
 
-def _show_study(folder: Path, wandb: WandbMode, console: "Console") -> None:
-    """Write the report, publish to W&B, and print the ladder and the study's answer."""
-    from stability.analysis.ladder import ladder_of  # heavy: numpy, and plotly for the page
-    from stability.analysis.study_records import read_study
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """A study whose report is written."""
+
+    recorded: "RecordedStudy"
+    report: Path
+    trouble: str
+    """What kept it from W&B, if anything did."""
+
+
+def _write_report(folder: Path, wandb: WandbMode, display: "StudyDisplay") -> _Written:
+    """Write the report and publish to W&B, while the display still tells the time."""
+    from stability.analysis.study_records import read_study  # heavy: numpy, and plotly for the page
     from stability.cli.workspace import publish_study
     from stability.report.page.html import write_page
+
+    display.report_begins()
+    recorded = read_study(folder)
+    report = write_page(recorded, folder)
+    return _Written(recorded, report, publish_study(recorded, folder, wandb))
+
+
+def _show_study(written: _Written, console: "Console") -> None:
+    """Print the ladder and the study's answer."""
+    from stability.analysis.ladder import ladder_of  # heavy: numpy
     from stability.report.terminal.ladder import drift_sparks, print_ladder
     from stability.report.terminal.verdict import print_answer
     from stability.report.view.evidence import scope_line, verdict_of
 
-    recorded = read_study(folder)
-    report = write_page(recorded, folder)
-    trouble = publish_study(recorded, folder, wandb)
+    recorded = written.recorded
     found = verdict_of(recorded)
     print_answer(recorded.question, found, console, scope_line(recorded))
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
-    print_line(f"\nreport: {report}")
+    print_line(f"\nreport: {written.report}")
     more = found.next_look if found and "next look" in found.outlook else None
     if more and more > len(recorded.seeds):
         print_line(
             f"the same command with --seeds {more} trains more seeds; it keeps these, and changes "
             "nothing of the protocol"
         )
-    if trouble:
-        print_line(trouble)
+    if written.trouble:
+        print_line(written.trouble)
 
 
 def option_help() -> str:

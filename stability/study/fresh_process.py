@@ -14,7 +14,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -131,6 +131,10 @@ class Relay:
     def study_noted(self, text: str) -> None:
         """Send it."""
         self._send("study_noted", text)
+
+    def assays_planned(self, arms: Sequence[str]) -> None:
+        """Send it."""
+        self._send("assays_planned", arms)
 
     def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
         """Send it."""

@@ -133,6 +133,7 @@ def run_commands(
             observer.run_noted,
             observer.study_noted,
             observer.assay_advanced,
+            observer.assays_planned,
         )
     return runs
 

@@ -299,6 +299,7 @@ def finish_study(
             study.policy,
             observer.run_noted,
             observer.study_noted,
+            planned=observer.assays_planned,
             measure=partial(assay_whole_run, observer=observer, isolated=isolated),
         )
         # the first seed's, which faults were planted on

@@ -1,17 +1,15 @@
 """The progress of a study that trains: a bar for each run, with its step, loss and time left.
 
-The study's own bar tells the time left until all runs have ended, by what an update took since the
-first run began: between two runs the clock goes on, and runs that were kept took none. Where it is
-known how many updates each run makes, a run that ends early counts by its own. What is measured
-after the runs is not in it, which is said as the first of several begins. Where there is
-no terminal (a log file, CI) it is one line for each run that ends, with the time left where it has
-finished. A long note that several runs have is written out of the first, and at the end it is said
-of how many others it holds. The class is an observer of the study: a
+The study's own bar tells the time left of the whole study, runs and what follows (`time_left`),
+until the report is written; that planted faults may take longer is said as the first run begins.
+Where there is no terminal (a log file, CI) it is one line for each run that ends, with the time
+left where it has finished. A long note that several runs have is written out of the first, and at
+the end it is said of how many others it holds. The class is an observer of the study: a
 `callbacks.study_observer.StudyObserver`.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -23,6 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from stability.report.terminal.tables import BAD, FINE, OPEN
+from stability.report.terminal.time_left import REPORT_S, Left, TimeLeft, time_left
 from stability.report.view.plain_text import as_markup, readable
 
 __all__ = ["StudyDisplay"]
@@ -33,29 +32,11 @@ UNKNOWN = "-:--:--"
 
 
 @dataclass(slots=True)
-class _Training:
-    """A run that is under way."""
+class _Bar:
+    """A run's bar, and the last loss that was told."""
 
-    bar: TaskID
-    steps: int
-    started: float
-    step: int = 0
+    task: TaskID
     loss: float | None = None
-    before: float = 0.0
-    """Steps that it had made before, of a run that goes on from a checkpoint."""
-    first: tuple[int, float] | None = None
-    """The first step that was told of, and when."""
-
-    def reach(self, step: int, now: float) -> None:
-        """Take the step that it has reached, and how many were made before by the pace since."""
-        self.step = step
-        if self.first is None:
-            self.first = step, now
-            return
-        at, then = self.first
-        if step > at and now > then:
-            pace = (step - at) / (now - then)
-            self.before = max(0.0, at - pace * (then - self.started))
 
 
 @dataclass(slots=True)
@@ -95,8 +76,8 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-_OF_RUNS = "the time left is of the runs; measuring comes after them"
-"""Said once: what drifts, gradients and planted faults will take is not known beforehand."""
+_MAY_TAKE_LONGER = "the time left counts planted faults as they usually take; some take longer"
+"""Said once, of a study that plants some: how often they are looked at is not known beforehand."""
 _SHORT = 40
 """Characters of a note that is written out of each run: that it waits for another process."""
 _BEGINS = 60
@@ -109,6 +90,8 @@ class StudyDisplay:
     """Show the progress of `total_runs` runs on `console`; use as a context manager.
 
     `updates` are those that each run makes, by arm and seed; without them all runs count alike.
+    `planted` has the runs that faults will be planted on, each with how many of its own updates
+    that usually takes. `reports` says whether the study's report follows.
     """
 
     def __init__(
@@ -116,11 +99,13 @@ class StudyDisplay:
         console: Console,
         total_runs: int,
         updates: Mapping[tuple[str, int], int] | None = None,
+        planted: Mapping[tuple[str, int], float] | None = None,
+        *,
+        reports: bool = True,
     ) -> None:
-        known = updates or {}
-        self._weights = {
-            key: each * len(known) / sum(known.values()) for key, each in known.items()
-        }
+        self._time_left = TimeLeft(
+            total_runs, updates or {}, planted or {}, report=REPORT_S if reports else 0.0
+        )
         self._progress = Progress(
             _Names(),
             BarColumn(bar_width=24),
@@ -133,15 +118,9 @@ class StudyDisplay:
         )
         self._study = self._progress.add_task("study", total=total_runs, note="runs")
         self._total = total_runs
-        self._done = 0
-        self._ended = 0.0
-        """The runs that are over, each by its weight, of a mean of 1; `_kept` and `_before` too."""
-        self._kept = 0.0
-        self._before = 0.0
-        self._begun: float | None = None
         self._noted: dict[str, list[str]] = {}
         """The runs of which each note was said, each once."""
-        self._runs: dict[tuple[str, int], _Training] = {}
+        self._runs: dict[tuple[str, int], _Bar] = {}
         self._assay: _Assay | None = None
 
     def __enter__(self) -> Self:
@@ -161,24 +140,25 @@ class StudyDisplay:
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
         bar = self._progress.add_task(readable(f"{arm}, seed {seed}"), total=steps, note="loss -")
-        self._runs[arm, seed] = _Training(bar, steps, time.monotonic())
-        if self._begun is None:
-            self._begun = time.monotonic()
+        self._runs[arm, seed] = _Bar(bar)
+        is_first = not self._time_left.has_begun
+        self._time_left.run_started((arm, seed), steps, time.monotonic())
+        if is_first:
             if self._progress.disable:  # in a log nothing moves until the first run has ended
                 name = as_markup(f"{arm}, seed {seed}")
                 self._progress.console.print(
                     f"[bold]{'training':>9}[/]  {name}   run {index} of {total}", highlight=False
                 )
-            if self._total > 1:
-                self.study_noted(_OF_RUNS)
+            if self._time_left.planted:
+                self.study_noted(_MAY_TAKE_LONGER)
 
     def run_advanced(self, arm: str, seed: int, step: int, loss: float | None) -> None:
         """Move the run's bar and the study's."""
-        run = self._runs[arm, seed]
-        run.reach(step, time.monotonic())
-        run.loss = loss
-        self._progress.update(run.bar, completed=step, note=_loss(loss))
-        self._progress.update(self._study, completed=self._reached())
+        self._time_left.under_way[arm, seed].reach(step, time.monotonic())
+        bar = self._runs[arm, seed]
+        bar.loss = loss
+        self._progress.update(bar.task, completed=step, note=_loss(loss))
+        self._progress.update(self._study, completed=self._time_left.reached())
 
     def run_noted(self, arm: str, seed: int, text: str) -> None:
         """Leave a line above the bars, unless it is a long one that was said of another run."""
@@ -207,8 +187,14 @@ class StudyDisplay:
         """Leave a line above the bars."""
         self.run_noted(arm, seed, text)
 
+    def assays_planned(self, arms: Sequence[str]) -> None:
+        """Count the faults that are planted on these candidates in what is left."""
+        self._time_left.planting_planned(arms, time.monotonic())
+        self._progress.update(self._study, note="runs, measuring")
+
     def assay_advanced(self, arm: str, done: int, most: int, what: str) -> None:
         """Move the bar of the faults that are planted on a candidate, one bar after another."""
+        self._time_left.planting_advanced(arm, done, most, what, time.monotonic())
         kind = what.partition(",")[0]
         if self._assay is None or self._assay.of != (arm, kind):
             self._remove_assay()
@@ -223,69 +209,54 @@ class StudyDisplay:
             self._progress.remove_task(self._assay.bar)
             self._assay = None
 
+    def report_begins(self) -> None:
+        """Show that the report is written, which is the last of a study."""
+        self._remove_assay()
+        self._time_left.report_begins(time.monotonic())
+        self._progress.update(self._study, note="runs, report")
+
     def study_noted(self, text: str) -> None:
         """Leave a line above the bars."""
         self._progress.console.print(f"[bold]{'study':>9}[/]  {as_markup(text)}", highlight=False)
 
     def run_ended(self, arm: str, seed: int, state: str, message: str) -> None:
         """Count the run as done and leave a line above the bars."""
-        run, weight = self._runs.pop((arm, seed), None), self._weights.get((arm, seed), 1.0)
-        self._done += 1
-        self._ended += weight
-        self._progress.update(self._study, completed=self._done)
-        note = as_markup(message)
-        if message == "kept":
-            self._kept += weight
-            note = "already trained, kept"
-        elif run is not None:
-            self._progress.remove_task(run.bar)
-            self._before += weight * run.before / run.steps
+        now, bar = time.monotonic(), self._runs.pop((arm, seed), None)
+        run = self._time_left.run_ended((arm, seed), now, is_kept=message == "kept")
+        self._progress.update(self._study, completed=self._time_left.done)
+        if self._time_left.done == self._total:
+            self._progress.update(self._study, note="runs, measuring")
+        note = "already trained, kept" if message == "kept" else as_markup(message)
+        if message != "kept" and run is not None and bar is not None:
+            self._progress.remove_task(bar.task)
             if state == "finished":
-                note = f"{time.monotonic() - run.started:5.1f} s   {_loss(run.loss)}"
-                if self._progress.disable and self._done < self._total:
-                    note += f"   {self._left_of_study()}"
+                note = f"{now - run.started:5.1f} s   {_loss(bar.loss)}"
+                if self._progress.disable:
+                    note += f"   {_left(self._time_left.of_study(now))}"
         colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
         name = as_markup(f"{f'{arm}, seed {seed}':<{NAME_WIDTH}}")
         self._progress.console.print(f"[{colour}]{state:>9}[/]  {name}   {note}", highlight=False)
 
-    def _reached(self) -> float:
-        """Return how many runs have been made, those under way in part."""
-        under_way = tuple(self._runs.values())  # rich asks from a thread of its own
-        return self._done + sum(each.step / each.steps for each in under_way)
-
     def _left(self, task: Task) -> str:
-        """Return the time left of a run, or of all runs until the last has ended."""
-        if task.id != self._study:
-            under_way = tuple(self._runs.values())
-            run = next((each for each in under_way if each.bar == task.id), None)
-            assay = self._assay
-            if assay is not None and assay.bar == task.id:  # fewer looks may do
-                made, most = assay.done - assay.first, assay.most - assay.first
-                return f"left {_time_left(assay.started, made, most)}"
-            if run is None:
-                return f"left {UNKNOWN}"
-            return f"left {_time_left(run.started, run.step - run.before, run.steps - run.before)}"
-        return "measures now" if self._done == self._total else self._left_of_study()
-
-    def _left_of_study(self) -> str:
-        under_way = [
-            (self._weights.get(key, 1.0) / run.steps, run)
-            for key, run in tuple(self._runs.items())  # rich asks from a thread of its own
-        ]
-        spared = self._kept + self._before + sum(each * run.before for each, run in under_way)
-        made = self._ended + sum(each * run.step for each, run in under_way)
-        return f"left {_time_left(self._begun, made - spared, self._total - spared)}"
+        """Return the time left of a run, of faults that are planted, or of the whole study."""
+        now, assay = time.monotonic(), self._assay
+        if task.id == self._study:
+            return _left(self._time_left.of_study(now))
+        if assay is not None and assay.bar == task.id:  # fewer looks may do
+            made, most = assay.done - assay.first, assay.most - assay.first
+            return _left(Left(time_left(assay.started, made, most, now), at_most=True))
+        under_way = tuple(self._runs.items())  # rich asks from a thread of its own
+        run = next((run for run, bar in under_way if bar.task == task.id), None)
+        return _left(self._time_left.of_run(run, now) if run else Left(None))
 
 
 def _loss(loss: float | None) -> str:
     return "loss -" if loss is None else f"loss {loss:.3f}"
 
 
-def _time_left(begun: float | None, made: float, total: float) -> str:
-    """Return how long the rest of `total` takes if it goes on as since `begun`."""
-    if begun is None or made <= 0:
-        return UNKNOWN
-    return _clock((time.monotonic() - begun) * (total - made) / made)
+def _left(left: Left) -> str:
+    is_bound = left.at_most and left.seconds is not None
+    return f"{'at most' if is_bound else 'left'} {_clock(left.seconds)}"
 
 
 def _clock(seconds: float | None) -> str:

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from stability.cli.main import main
-from stability.cli.run import _show_study, split_options
+from stability.cli.run import _show_study, _write_report, split_options
+from stability.report.terminal.progress import StudyDisplay
 from tests.stability.report import synthetic
 from tests.stability.report.synthetic_verdict import study_verdict
 
@@ -237,7 +238,10 @@ def test_the_end_of_run_says_how_more_seeds_are_trained_where_they_may_decide(
     open_verdict = replace(decided, arms=arms, look=3, next_look=5)
     assert "the next look is at 5 seeds" in open_verdict.outlook
     monkeypatch.setattr("stability.report.view.evidence.verdict_of", lambda recorded: open_verdict)
-    _show_study(study, "disabled", Console(width=80))
+    console = Console(width=80)
+    with StudyDisplay(console, 0) as display:
+        written = _write_report(study, "disabled", display)
+    _show_study(written, console)
     said = capsys.readouterr().out
     assert ("the same command with --seeds 5 trains more seeds; it keeps these" in said) == is_told
 

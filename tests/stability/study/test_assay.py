@@ -16,6 +16,7 @@ from stability.probe import planted_faults
 from stability.records.assay import read_assay, write_assay
 from stability.records.paths import snapshot_steps
 from stability.study import assay, assays, run_study
+from stability.study.measuring_cost import USUAL
 from stability.study.run_study import plan_study
 from stability.study.storage import drop_by_policy
 from tests.conftest import SilentObserver, run_quietly, train_edited
@@ -208,6 +209,24 @@ def test_only_a_candidate_that_awaits_faults_keeps_its_weights(
     assert snapshot_steps(runs["broken"]) == [0]
 
 
+def test_how_many_updates_faults_take_is_told_of_candidates_of_the_first_seed(
+    write_study, tmp_path
+):
+    def edit(content):
+        _edit(content)
+        content["seeds"] = [3, 4]
+        looked = {"every": 1, "gradient_every": 2, "gradient_sequences": 1}
+        content["arms"]["fa2"]["probe"] = looked
+
+    study = load_study(write_study(edit))
+    runs = plan_study(study, tmp_path)
+    # a look each second update is three gradients of one sequence, and a fault's is of four
+    expected = {("fa2", 3): pytest.approx(USUAL * 2 / 3 * 4)}
+    assert assay.planted_updates(runs, study.policy) == expected
+    without = [run for run in runs if run.arm.role != "broken"]
+    assert assay.planted_updates(without, study.policy) == {}
+
+
 def test_faults_are_not_planted_with_another_source_than_the_runs(trained_study, monkeypatch):
     study, folder = trained_study
     path = folder / "assay" / "fa2.json"
@@ -258,9 +277,14 @@ def test_an_arm_that_fails_already_is_not_assayed(trained_study, tmp_path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(assays, "judge_arms", failing)
-        assert assay.update_assays(folder, runs, study.policy, lambda *_: None) == []
+        planned = []
+        made = assay.update_assays(
+            folder, runs, study.policy, lambda *_: None, planned=planned.append
+        )
+        assert (made, planned) == ([], [[]]), "a display no longer waits for it"
     assert not path.exists()
     observer = run_quietly(study, tmp_path)
     assert read_assay(folder, "fa2").arm == "fa2", "it is undecided after one seed"
+    assert observer.planned == [["fa2"]]
     (told,) = observer.study_notes
     assert told.startswith("planting known faults on fa2, to see")

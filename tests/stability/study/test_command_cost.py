@@ -16,11 +16,13 @@ import yaml
 from stability.config.command_study import load_command_study
 from stability.recorder.held_out import HeldOut
 from stability.recorder.spooled import _memory
-from stability.study import command_cost
+from stability.study import command_cost, run_commands
 from stability.study.command_cost import CommandTrial, cost_of_commands, time_command
 from stability.study.foreign import RunFailedError
+from stability.study.foreign_assay import planted_updates
 from stability.study.measuring_cost import REPORT_S, USUAL
 from stability.study.run_commands import plan_commands
+from tests.conftest import SilentObserver
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
 SLOW = """
@@ -247,6 +249,22 @@ def test_a_planted_fault_and_a_commit_are_timed_as_what_they_are_planted_on(fold
     monkeypatch.setattr(command_cost, "time_command", lambda run: told.append(run.arm) or TRIAL)
     cost_of_commands(planned(path))
     assert sorted(told) == ["a", "baseline", "c"]
+
+
+def test_a_display_is_told_how_long_faults_take_and_on_which_they_are_planted(folder, monkeypatch):
+    probe = {"candidate": "flash:fa2", "gradient_every": 3}
+    attention = {"attention": "flash:fa2", "probe": probe}
+    broken = {**attention, "attention": "flash:fa2+out_gain_1pct", "role": "broken"}
+    path = study_of(folder, "evaluates.py", {"fa2": attention, "broken": broken}, seeds=(5, 6))
+    # its command runs again for its 8 updates; six gradients are a look, each third update one
+    assert planted_updates(planned(path)) == {("fa2", 5): 8 + USUAL * 3 / 6}
+    observer = SilentObserver()
+    monkeypatch.setattr(run_commands, "record_planned", lambda *_, **__: ("finished", ""))
+    monkeypatch.setattr(run_commands, "measure_study", lambda run: [])
+    monkeypatch.setattr(run_commands, "assay_commands", lambda *given: given[-1](["fa2"]))
+    study = load_command_study(path)
+    run_commands.run_commands(study, folder / "runs", observer=observer)
+    assert observer.planned == [["fa2"]]
 
 
 TRIAL = CommandTrial(

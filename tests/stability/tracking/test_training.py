@@ -45,6 +45,9 @@ class Interrupting:
     def study_noted(self, *_: object) -> None:
         pass
 
+    def assays_planned(self, *_: object) -> None:
+        pass
+
     def assay_advanced(self, *_: object) -> None:
         pass
 

@@ -75,13 +75,13 @@ def test_without_a_terminal_each_run_that_ends_tells_the_time_left(clock):
             clock[0] = 10.0 * number
             display.run_advanced(arm, 0, 10, 2.0)
             display.run_ended(arm, 0, "finished", "")
-    first, said, *lines = file.getvalue().splitlines()
+    first, *lines = file.getvalue().splitlines()
     assert first == " training  baseline, seed 0   run 1 of 3", "before anything has ended"
-    assert said == "    study  the time left is of the runs; measuring comes after them"
+    # the report takes three seconds
     assert [line.partition("2.000")[2].strip() for line in lines] == [
-        "left 0:00:20",
-        "left 0:00:10",
-        "",
+        "left 0:00:23",
+        "left 0:00:13",
+        "left 0:00:03",
     ]
 
 
@@ -98,7 +98,12 @@ def test_a_run_that_ends_early_counts_by_its_updates(clock):
             display.run_advanced(arm, 0, steps, 2.0)
             display.run_ended(arm, 0, "finished", "")
     lines = [line.rpartition("left ")[2] for line in file.getvalue().splitlines() if "0:0" in line]
-    assert lines == ["0:01:20", "0:01:00", "0:00:40"], "a second an update, whichever run it is of"
+    assert lines == [
+        "0:01:23",
+        "0:01:03",
+        "0:00:43",
+        "0:00:03",
+    ], "a second an update, whichever run it is of, and the report"
 
 
 @pytest.fixture
@@ -135,10 +140,10 @@ def test_the_time_left_is_of_all_runs_with_what_lies_between_them(clock, kept):
     finished = [x for x in file.getvalue().splitlines() if "finished" in x and "loss" in x]
     assert finished
     assert not any("left" in x for x in finished), "the bars tell it"
-    shown = [line for line in file.getvalue().splitlines() if "measuring comes after" in line]
-    assert len(shown) == 1, "once, of several runs"
+    assert "planted faults" not in file.getvalue(), "none are planted"
     study, run = last_frame(file)[-2:]
-    assert study.endswith("left 0:00:42")  # 2.5 of 4 runs, at 25 s for the first 1.5
+    # 2.5 of 4 runs, at 25 s for the first 1.5; a pause of 10 s after the last one, and the report
+    assert study.endswith("left 0:00:55")
     assert run.endswith("left 0:00:05")
     assert max(map(len, (study, run))) <= 80
 
@@ -154,26 +159,47 @@ def test_steps_from_before_a_resume_are_not_taken_for_quick_ones(clock):
             display.run_advanced("baseline", 0, step, 2.0)
     study, run = last_frame(file)[-2:]
     assert run.endswith("left 0:08:10")  # 490 steps, at a second each
-    assert study.endswith("left 0:24:50")  # and another run of a thousand
+    assert study.endswith("left 0:24:53")  # and another run of a thousand, and the report
 
 
-def test_after_the_last_run_it_says_that_it_measures(clock):
+def test_after_the_last_run_the_time_left_is_of_what_follows(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
     with StudyDisplay(console, 1) as display:
         display.run_started(1, 1, "baseline", 0, 10)
         assert last_frame(file)[-2].endswith("left -:--:--")
+        clock[0] = 10.0
         display.run_ended("baseline", 0, "finished", "")
-    assert last_frame(file)[-1].endswith("measures now")
-    assert "measuring comes after" not in file.getvalue(), "of a single run nothing may come after"
+        display._progress.refresh()
+        assert "1/1 runs, measuring" in last_frame(file)[-1]
+        clock[0] = 60.0
+        display.report_begins()
+        display._progress.refresh()
+        assert "1/1 runs, report" in last_frame(file)[-1]
+        assert last_frame(file)[-1].endswith("left 0:00:03")
+        clock[0] = 62.0
+    assert last_frame(file)[-1].endswith("left 0:00:01")
+
+
+def test_of_one_run_of_a_study_no_report_is_waited_for(clock):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
+    with StudyDisplay(console, 1, reports=False) as display:
+        display.run_started(1, 1, "baseline", 0, 10)
+        clock[0] = 10.0
+        display.run_advanced("baseline", 0, 10, 2.0)
+        display.run_ended("baseline", 0, "finished", "")
+    assert file.getvalue().rstrip().endswith("left 0:00:00")
 
 
 def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
-    with StudyDisplay(console, 1) as display:
-        display.run_started(1, 1, "baseline", 0, 10)
-        display.run_ended("baseline", 0, "finished", "")
+    with StudyDisplay(console, 1, None, {("fused_attention", 0): 30}) as display:
+        display.run_started(1, 1, "fused_attention", 0, 10)
+        display.run_ended("fused_attention", 0, "finished", "")
+        assert "the time left counts planted faults as they usually take" in file.getvalue()
+        display.assays_planned(["fused_attention"])
         display.assay_advanced("fused_attention", 5, 24, "updates")
         clock[0] = 10.0
         display.assay_advanced("fused_attention", 24, 24, "updates")
@@ -189,10 +215,12 @@ def test_faults_that_are_planted_have_a_bar_until_they_are_done(clock):
         display.assay_advanced("fused_attention", 5, 24, "looks, 2 faults open")
         display._progress.refresh()
         study, bar = last_frame(file)[-2:]
-        assert study.endswith("measures now")
+        assert "1/1 runs, measuring" in study
+        # the run made no update, so that nothing is known of a pace but that of looks
+        assert study.endswith("at most 0:00:22")
         assert "5/24 looks, 2 faults open" in bar
-        assert bar.endswith("left 0:00:19")  # since the first four in 4 s, and at most 19 more
-        assert len(bar) <= 80
+        assert bar.endswith("at most 0:00:19")  # since the first four in 4 s, and 19 more
+        assert max(map(len, (study, bar))) <= 80
     assert "faults on" not in last_frame(file)[-1], "what is done leaves no bar"
 
 
@@ -228,5 +256,5 @@ def test_figures_stay_whole_and_long_names_give_way(clock, width):
     study, run = last_frame(file)
     assert run.startswith("an_arm_")
     assert re.search(r"….* 1500/2000 loss 3\.457 0:\d\d:\d\d left 0:00:20$", run)
-    assert re.search(r" 0/270 runs +0:\d\d:\d\d left 5:59:00$", study)
+    assert re.search(r" 0/270 runs +0:\d\d:\d\d left 5:59:03$", study)
     assert max(map(len, (study, run))) <= width
