@@ -76,6 +76,14 @@ def test_it_is_on_record_of_which_sources_the_pictures_were_taken():
         assert folders >= {f"stability/report/{room}" for room in rooms}
 
 
+def test_what_drawings_alone_show_makes_no_photograph_old():
+    """They are read by a test, and any machine draws them anew."""
+    drawn = {f"{SHOWN['SOURCES']}/{name}" for name in SHOWN["DRAWN"]}
+    assert all((ROOT / name).is_file() for name in drawn)
+    assert not drawn & SHOWN["made_of"](ROOT).keys()
+    assert not drawn & json.loads((ROOT / SHOWN["MADE_OF"]).read_text()).keys()
+
+
 def test_a_source_that_has_changed_come_or_gone_since_is_named(tmp_path):
     room = tmp_path / SHOWN["SOURCES"] / "page"
     kept = tmp_path / SHOWN["MADE_OF"]
@@ -124,6 +132,8 @@ def test_the_drawn_help_and_mistakes_are_what_the_program_says_today(tmp_path, m
     # figures and answers are another machine's
     for each in ("studies and the demo", "stability workspace", "attention flash:fa2"):
         assert "".join(each.split()) in shown["doctor"], each
-    assert "candidate,seed0" in shown["training-dark"]
+    for each in ("training", "training-dark"):
+        assert "candidate,seed0" in shown[each]
+        assert re.search(r"study.*\d/8runs0:00:\d\dleft0:\d\d:\d\dcandidate", shown[each])
     # a reader's browser fetches nothing to show them
     assert not any("url(http" in text or "@import" in text for text in drawn.values())

@@ -4,11 +4,12 @@ They are there to be looked at before a release, and some stand in the documenta
 staged: the program itself trains, fails and is killed, and a headless Chromium and a terminal of 80
 columns show what comes of it. `make screenshots` runs this: 8 to 10 minutes on two busy cores.
 
-    PYTHONPATH=. python docs/scripts/take_screenshots.py [STUDY] [--out FOLDER]
+    PYTHONPATH=. python docs/scripts/take_screenshots.py [STUDY] [--out FOLDER] [--said]
 
 All pictures go to FOLDER, by default build/screenshots. Those of `SHOWN` in shown_pictures.py go
 to docs/ as well, if STUDY, the folder of the quickstart study, is given and answers what
-README.md says. Those of `SAID` go there anyway.
+README.md says. Those of `SAID` go there anyway; with `--said` they alone are taken, which needs no
+browser.
 Leaves out whether a picture is any good: that is for a person to say.
 """
 
@@ -27,7 +28,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -96,14 +97,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("study", nargs="?", type=Path, help="the folder of the quickstart study")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "screenshots")
+    parser.add_argument("--said", action="store_true", help="only what needs no browser")
     asked = parser.parse_args()
     out: Path = asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as folder, open_browser() as browser:
-        work = Path(folder)
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="screenshots-")))
         (work / "my_kernels.py").write_text(KERNELS, encoding="utf-8")
-        shot_training(work, browser, out)
-        shot_words(work, browser, out)
+        shot_training(work, out)
+        nowhere = work / "nowhere"  # else a mistake is told with what is nearest there
+        nowhere.mkdir()
+        shot_words(nowhere, out)
+        if asked.said:
+            renew_said(out)
+            return 0
+        browser = stack.enter_context(open_browser())
         study = asked.study.resolve() if asked.study else work / "runs" / "finished"
         shot_report(study, browser, out)
         shot_terminal(study, browser, out)
@@ -119,7 +127,7 @@ def main() -> int:
 # ---- what is shown
 
 
-def shot_training(work: Path, browser: Browser, out: Path) -> None:
+def shot_training(work: Path, out: Path) -> None:
     """Train a study to its end in a terminal, and take the terminal half way."""
     write_study(work, "finished", "Does my kernel matter?")
     shots = 0
@@ -128,22 +136,22 @@ def shot_training(work: Path, browser: Browser, out: Path) -> None:
         nonlocal shots
         if not shots and screen.count("finished") >= 3 and re.search(r" [5-9]/16", screen):
             shots += 1
-            shot_screen(screen, "stability run study.yaml", "terminal-training", browser, out)
+            shot_screen(screen, "stability run study.yaml", "terminal-training", out)
 
     said = in_terminal(["run", "finished.yaml", "--wandb", "disabled"], work, look)
     if not shots:
         raise RuntimeError(f"the training was over before a picture was taken: {said}")
 
 
-def shot_words(work: Path, browser: Browser, out: Path) -> None:
+def shot_words(work: Path, out: Path) -> None:
     """Take what is said to somebody who begins: the help, mistakes, what runs on this machine."""
-    shot_screen(in_terminal(["--help"], work), "stability --help", "terminal-help", browser, out)
+    shot_screen(in_terminal(["--help"], work), "stability --help", "terminal-help", out)
     said = ""
     for words in MISTAKES:
         said += f"$ stability {' '.join(words)}\n{in_terminal(words, work)}\n"
-    shot_screen(said, "mistakes", "terminal-mistakes", browser, out)
+    shot_screen(said, "mistakes", "terminal-mistakes", out)
     said = in_terminal(["doctor"], work).partition("what runs here")
-    shot_screen("".join(said[1:]), "stability doctor", "terminal-doctor", browser, out)
+    shot_screen("".join(said[1:]), "stability doctor", "terminal-doctor", out)
 
 
 def shot_report(study: Path, browser: Browser, out: Path) -> None:
@@ -177,12 +185,12 @@ def shot_terminal(study: Path, browser: Browser, out: Path) -> None:
     """Take what `show` answers in 80 columns: of a study, and of one arm."""
     said = in_terminal(["show", study.name], study.parent)
     title = f"stability show runs/{study.name}"
-    shot_screen(said, title, "terminal-show", browser, out)
+    shot_screen(said, title, "terminal-show", out, browser)
     answer = "\n".join(said.strip("\n").split("\n")[:FIRST_LINES])
-    shot_screen(answer, title, "terminal-answer", browser, out)
+    shot_screen(answer, title, "terminal-answer", out, browser)
     arm = "flash_fa2" if (study / "flash_fa2").is_dir() else "candidate"
     said = in_terminal(["show", study.name, arm], study.parent)
-    shot_screen(said, f"stability show runs/{study.name} {arm}", "terminal-arm", browser, out)
+    shot_screen(said, f"stability show runs/{study.name} {arm}", "terminal-arm", out, browser)
 
 
 def shot_figures(study: Path, out: Path) -> None:
@@ -394,14 +402,18 @@ def shot_whole(path: Path, browser: Browser, width: int) -> None:
     browser.set_size(width)
 
 
-def shot_screen(screen: str, title: str, name: str, browser: Browser, out: Path) -> None:
-    """Take a terminal's screen on a light and on a dark ground."""
+def shot_screen(
+    screen: str, title: str, name: str, out: Path, browser: Browser | None = None
+) -> None:
+    """Draw a terminal's screen on a light and on a dark ground; with a browser take it too."""
     text = Text.from_ansi(screen.strip("\n"))
     for theme, colours in THEMES.items():
         console = Console(width=COLUMNS, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
         console.print(text)
         drawn = out / f"{name}-{theme}.svg"
         drawn.write_text(console.export_svg(title=title, theme=colours), encoding="utf-8")
+        if browser is None:
+            continue
         width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn.read_text("utf-8"))[0]
         browser.open(drawn, width=round(float(width)), height=round(float(height)))
         browser.screenshot(out / f"{name}-{theme}.png")
