@@ -181,6 +181,20 @@ def test_after_the_last_run_the_time_left_is_of_what_follows(clock):
     assert last_frame(file)[-1].endswith("left 0:00:01")
 
 
+def test_faults_that_turn_out_not_to_be_planted_are_not_waited_for(clock):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None, _environ={})
+    with StudyDisplay(console, 1, {("fa2", 0): 10}, {("fa2", 0): 30}) as display:
+        display.run_started(1, 1, "fa2", 0, 10)
+        clock[0] = 10.0
+        display.run_advanced("fa2", 0, 10, 2.0)
+        display.run_ended("fa2", 0, "finished", "")
+        display._progress.refresh()
+        assert last_frame(file)[-1].endswith("left 0:00:33")
+        display.assays_planned([])
+    assert last_frame(file)[-1].endswith("left 0:00:03")
+
+
 def test_of_one_run_of_a_study_no_report_is_waited_for(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})

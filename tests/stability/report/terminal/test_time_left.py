@@ -103,6 +103,23 @@ def test_a_command_that_runs_once_more_is_bound_by_its_updates_and_looks(plantin
     assert (found.seconds, found.at_most) == (42.5 + 96 + 40 + REPORT_S, True)
 
 
+def test_looks_that_begin_anew_are_timed_anew(planting):
+    """Of a command that runs once more the updates may have passed unseen."""
+    planting.planting_advanced("fa2", 24, 24, "looks, 1 faults open", 73.0)
+    planting.planting_advanced("fa2", 1, 96, "looks, 1 faults open", 90.0)
+    planting.planting_advanced("fa2", 3, 96, "looks, 1 faults open", 100.0)
+    assert planting.of_study(100.0).seconds == 5 * 93 + 40 + REPORT_S
+
+
+def test_of_a_run_that_was_resumed_what_was_made_before_took_no_time():
+    left = TimeLeft(2, {("a", 0): 100, ("a", 1): 100})
+    left.run_started(("a", 0), 100, 0.0)
+    left.under_way["a", 0].reach(51, 1.0)
+    left.under_way["a", 0].reach(100, 50.0)
+    left.run_ended(("a", 0), 50.0)
+    assert left.of_study(50.0).seconds == pytest.approx(100 + REPORT_S), "a second an update"
+
+
 def test_of_a_study_whose_runs_were_kept_the_pace_of_looks_alone_is_known():
     left = study()
     for run in RUNS:
