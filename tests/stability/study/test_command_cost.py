@@ -87,7 +87,8 @@ def test_disk_and_memory_are_those_of_the_runs_and_nothing_is_left(folder, capsy
     ], "of two that differ in the nudge alone one is timed"
     cost = json.loads(printed.out)
     assert cost["runs"] == 8
-    assert 0 < sum(cost["hours_by_arm"].values()) == pytest.approx(cost["hours"])
+    assert 0 < sum(cost["hours_by_arm"].values()) == pytest.approx(cost["hours_of_runs"])
+    assert cost["hours"] > cost["hours_of_runs"]
     assert cost["hours_by_arm"]["nudge"] == cost["hours_by_arm"]["baseline"]
     # this process holds more than the script's: what it has must not be counted
     assert LARGE < cost["memory"]["host"] < LARGE + 2**30
@@ -166,6 +167,16 @@ def test_what_warms_up_counts_once_and_a_busy_moment_not_at_every_update(folder,
     assert found.start_seconds == 100 - 23 - 2.5
     assert (found.look_seconds, found.gradient_seconds) == (0, 0)
     assert found.update_bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("updates", "update"), [([5, 2, 2, 2], 2), ([9, 6, 5, 4, 3, 1, 1, 1], 1)], ids=["4", "8"]
+)
+def test_of_a_short_trial_the_later_half_counts_less_the_states_that_are_kept(
+    folder, monkeypatch, updates, update
+):
+    found = trial_of(folder, None, updates, whole=100, monkeypatch=monkeypatch, kept=(1, 3))
+    assert found.update_seconds == update
 
 
 def test_of_a_first_look_at_the_gradient_no_other_is_judged(folder, monkeypatch):
