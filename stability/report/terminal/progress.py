@@ -76,8 +76,11 @@ class _Names(ProgressColumn):
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-_MAY_TAKE_LONGER = "the time left counts planted faults as they usually take; some take longer"
-"""Said once, of a study that plants some: how often they are looked at is not known beforehand."""
+_MAY_TAKE_LONGER = (
+    "the time left counts planted faults as they usually take; some take longer, and on an arm "
+    "that fails none are planted"
+)
+"""Said once, of a study that plants some: neither is known before all runs are over."""
 _SHORT = 40
 """Characters of a note that is written out of each run: that it waits for another process."""
 _BEGINS = 60

@@ -150,6 +150,30 @@ def test_of_a_short_study_it_says_nothing_of_what_shortens_it(write_study, capsy
     assert "train.steps" not in capsys.readouterr().out
 
 
+def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):
+    measuring = MeasuringCost(distances=8.0, planted=43.0, planted_most=5399.0, report=3.0)
+    cost = _cost(144.0, measuring=measuring)
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: cost)
+    monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    path = write_study(lambda _: None)
+    assert main(["estimate", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:6] == [
+        "time    3.3 minutes here, of which",
+        "         2.4 minutes  9 runs, one after another",
+        "           8 seconds  distances between them",
+        "          43 seconds  planted faults, if no arm fails (at most 90.0 minutes)",
+        "           3 seconds  the report",
+    ]
+    assert max(map(len, lines)) <= 80
+    assert main(["estimate", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["hours"] == pytest.approx((144 + 8 + 43 + 3) / 3600)
+    assert told["hours_of_runs"] == pytest.approx(144 / 3600)
+    assert told["hours_of_measuring"]["planted_faults_at_most"] == pytest.approx(5399 / 3600)
+
+
 def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatch):
     told = []
     trial = Trial(
@@ -200,7 +224,7 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
     )
     monkeypatch.setattr(cost_estimate, "_timed", lambda config, *, isolated: trial)
     flash = {"implementation": "flash", "profile": "fa2"}
-    probe = {"every": 1, "gradient_every": 1, "gradient_sequences": 2}
+    probe = {"every": 1, "gradient_every": 2, "gradient_sequences": 2}
 
     def edit(content):
         content["arms"] = {
@@ -223,21 +247,23 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
     assert cost_of(whole, "all", isolated=False).measuring.planted == 0
 
 
-def test_a_trial_ends_once_it_takes_long(monkeypatch):
-    """As Lightning tells it of four micro-batches an update."""
+@pytest.mark.parametrize(("seconds", "made"), [(0.5, 6), (30, 4)], ids=["8 s", "the least"])
+def test_a_trial_ends_once_it_takes_long(monkeypatch, seconds, made):
+    """As Lightning tells it of four micro-batches an update; it begins to count after the first."""
     now = [0.0]
     monkeypatch.setattr(cost_estimate.time, "perf_counter", lambda: now[0])
     clock = cost_estimate._Clock(SimpleNamespace(position=lambda: 0), longest_s=8.0)
     trainer = SimpleNamespace(global_step=0, should_stop=False)
     clock.on_train_batch_start()
     for batch in range(1, 100):
-        now[0] += 30 if batch <= 4 else 0.5
+        now[0] += 30 if batch <= 4 else seconds
         trainer.global_step = batch // 4
         clock.on_train_batch_end(trainer)
         if trainer.should_stop:
             break
-    assert trainer.global_step == 6, "the first update, and 8 s from its end"
-    assert [later - sooner for sooner, later in pairwise(clock.times)] == [120, 2, 2, 2, 2, 2]
+    assert trainer.global_step == made
+    took = [later - sooner for sooner, later in pairwise(clock.times)]
+    assert took == [120, *([4 * seconds] * (made - 1))]
 
 
 @pytest.mark.slow
