@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from stability.cli.main import main
+from stability.cli.retrained import _display
 from stability.cli.run import _show_study, _write_report, split_options
+from stability.report.terminal import progress
 from stability.report.terminal.progress import StudyDisplay
 from tests.stability.report import synthetic
 from tests.stability.report.synthetic_verdict import study_verdict
@@ -244,6 +247,17 @@ def test_the_end_of_run_says_how_more_seeds_are_trained_where_they_may_decide(
     _show_study(written, console)
     said = capsys.readouterr().out
     assert ("the same command with --seeds 5 trains more seeds; it keeps these" in said) == is_told
+
+
+def test_a_run_that_is_trained_anew_tells_no_time_of_a_report(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with _display() as display:
+        display.run_started(1, 1, "nudge", 0, 10)
+        now[0] = 5.0
+        display.run_advanced("nudge", 0, 10, 2.0)
+        display.run_ended("nudge", 0, "finished", "")
+    assert capsys.readouterr().err.rstrip().endswith("left 0:00:00")
 
 
 @pytest.mark.parametrize(
