@@ -187,7 +187,7 @@ def _rows(
 def _train(study: StudyConfig, out: Path, jobs: int) -> None:
     runs = plan_study(study, out)
     options = TrainOptions(wandb_mode="disabled")
-    with StudyDisplay(Console(stderr=True), len(runs), reports=False) as display:
+    with StudyDisplay(Console(stderr=True), len(runs)) as display:
         run_study(study, out, options=options, observer=display, jobs=jobs)
     unfinished = [run for run in runs if _state(run) != "finished"]
     if unfinished:

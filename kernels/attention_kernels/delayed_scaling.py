@@ -222,6 +222,7 @@ class DelayedScales:
         self.forget_update()
         for name, (amax, elements, history) in of_others.items():
             kept = self._kept.setdefault(name, _Kept(deque(maxlen=history), elements))
+            kept.fit(elements, history)
             kept.amaxes.append(amax)
             kept.follow()
 

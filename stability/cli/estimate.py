@@ -146,7 +146,8 @@ def _lines_of_commands(study: CommandStudy, cost: "CommandCost", load: float) ->
     from stability.study.size_check import in_units  # heavy: torch
 
     lines = _time(study, cost, 0.0 if "gpu" in cost.memory else load)
-    lines.append(f"        what a script evaluates after {cost.timed} updates comes on top")
+    if study.base.train.steps > cost.timed:
+        lines.append(f"        what a script evaluates after {cost.timed} updates comes on top")
     first, *others = cost.seconds_by_seed.items()
     if others and first[1] > 1.2 * others[0][1]:
         lines.append(
@@ -184,7 +185,7 @@ def _time(study: Study, cost: Cost, load: float) -> list[str]:
     parts = {
         f"{cost.runs} runs, one after another": cost.run_seconds,
         "distances between them": beside.distances,
-        f"planted faults, if no arm fails{most}": beside.planted,
+        f"planted faults, if candidates hold{most}": beside.planted,
         "the report": beside.report,
     }
     lines = [

@@ -211,7 +211,7 @@ def _fork_command(
     from stability.study.fork_command import plan_command_fork, run_command_fork
 
     runs = plan_command_fork(parent, changes=changes, **options)
-    with StudyDisplay(Console(stderr=True), len(runs), reports=False) as display:
+    with StudyDisplay(Console(stderr=True), len(runs)) as display:
         if not run_command_fork(runs, read_manifest(parent.manifest).step, display):
             return FAILS
     fork = runs[-1]
@@ -236,5 +236,5 @@ def _train(planned: "Run", wandb: WandbMode) -> None:
     from stability.study.train_run import TrainOptions
 
     quieten_lightning()
-    with StudyDisplay(Console(stderr=True), 1, reports=False) as display:
+    with StudyDisplay(Console(stderr=True), 1) as display:
         run_fork(planned, TrainOptions(wandb_mode=wandb), display)

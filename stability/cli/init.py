@@ -135,7 +135,11 @@ def init(
     instead = ""
     if is_lower_precision(parts_of(given), arms.get("candidate", {})):
         notes.append(_OF_PRECISION.format(candidate))
-        further = {"broken": broken, "steps": str(steps) if end.startswith(_AS_ASKED) else ""}
+        further = {
+            "name": f"{name}_precision",
+            "broken": broken,
+            "steps": str(steps) if end.startswith(_AS_ASKED) else "",
+        }
         instead = _with_lower_baseline(trials, text(), to, further)
     _print_seen(found.resolved, notes)
     make_folders(to.parent)

@@ -58,8 +58,8 @@ def print_line(text: object, *, whole: bool = False) -> None:
     sys.stdout.flush()
 
 
-_OWN_FUNCTION = re.compile(r"^(fork|write_figure|draw_\w+|\w+_attention): ")
-"""How an error begins that a function raised for whoever calls it in Python."""
+_OWN_FUNCTION = re.compile(r"^(fork|write_figure|draw_\w+|(flash|baseline|golden)_attention): ")
+"""How an error begins that a function of ours raised for whoever calls it in Python."""
 
 
 def of_the_verb(message: str, verb: str) -> str:

@@ -66,5 +66,5 @@ def _display() -> Iterator["StudyObserver"]:
     from stability.study.assemble import quieten_lightning
 
     quieten_lightning()
-    with StudyDisplay(Console(stderr=True), 1, reports=False) as display:
+    with StudyDisplay(Console(stderr=True), 1) as display:
         yield display

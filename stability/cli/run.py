@@ -187,6 +187,7 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.assay import planted_updates
     from stability.study.assemble import quieten_lightning
+    from stability.study.measuring_cost import REPORT_S
     from stability.study.rank_tasks import this_task
     from stability.study.run import has_ended
     from stability.study.run_one import follow_one, run_one
@@ -214,9 +215,9 @@ def _run_configs(asked: _Asked, config: StudyConfig) -> int:
     updates = {(run.arm.name, run.seed): run.last_step for run in runs}
     planted = planted_updates(runs, config.policy)
     display = (
-        StudyDisplay(console, 1, reports=False)
+        StudyDisplay(console, 1)
         if asked.only
-        else StudyDisplay(console, len(runs), updates, planted)
+        else StudyDisplay(console, len(runs), updates, planted, report=REPORT_S)
     )
     with display:
         try:
@@ -294,6 +295,7 @@ def _run_commands(
 
     from stability.report.terminal.progress import StudyDisplay
     from stability.study.foreign_assay import planted_updates
+    from stability.study.measuring_cost import REPORT_S
     from stability.study.run_commands import changed_command_protocol, plan_commands, run_commands
 
     runs = plan_commands(study, out)
@@ -303,7 +305,8 @@ def _run_commands(
         print_line(f"EXPLORATORY: {change}")
     console = Console()
     updates = {(run.arm, run.seed): run.asked.steps for run in runs}
-    with StudyDisplay(console, len(runs), updates, planted_updates(runs)) as display:
+    planted = planted_updates(runs)
+    with StudyDisplay(console, len(runs), updates, planted, report=REPORT_S) as display:
         run_commands(study, out, observer=display, check_observer=check_observer)
         is_there = any(run.arm == BASELINE and run.is_kept for run in runs)
         written = _write_report(out / study.name, mode, display) if is_there else None

@@ -106,6 +106,7 @@ def environment_of(
         "STABILITY_HELD_OUT": asked.held_out,
         "STABILITY_PROBE": json.dumps(dict(asked.probe)) if asked.probe else "",
         "STABILITY_OBSERVES": str(int(observes)),
+        "STABILITY_TRIAL": "",
         "STABILITY_DETERMINISTIC": str(int(asked.deterministic)),
         # the order of a set may be the order of a sum
         "PYTHONHASHSEED": "0",

@@ -34,7 +34,7 @@ from stability.records.run_files import read_run_snapshot, snapshot_of
 from stability.study.assays import Assayed, looks_at, parents_of, steps_of, update
 from stability.study.assemble import assemble, load_data, resolve_device
 from stability.study.fresh_process import call_alone
-from stability.study.measuring_cost import USUAL, is_assayed
+from stability.study.measuring_cost import USUAL, WIDER, in_mean_updates, is_assayed
 from stability.study.model_gradients import ModelGradients, attention_rounding, attentions_of_arm
 from stability.study.retrain import retrain
 from stability.study.run import Run
@@ -54,8 +54,6 @@ SEQUENCES = 4
 thousand roundings large there, and time is what an assay costs."""
 LOOK_GRADIENTS = 3
 """Gradients that most looks of a run's probe compute: three attentions', isolated."""
-_WIDER = 3
-"""Updates that take about as long as an isolated gradient, which is computed in wider formats."""
 
 
 def update_assays(
@@ -116,15 +114,8 @@ def planted_updates(runs: Sequence[Run], policy: PolicyConfig) -> dict[tuple[str
 def gradient_updates(config: ArmConfig) -> float:
     """Return how many updates of a run, with their looks, take as long as one gradient here."""
     batch, probe = config.train.batch_size, config.probe
-    taken = min(SEQUENCES, batch)
-    if not probe.gradient_every:
-        return _WIDER * taken / batch
-    return (
-        probe.gradient_every
-        / LOOK_GRADIENTS
-        * taken
-        / min(probe.gradient_sequences or batch, batch)
-    )
+    look = LOOK_GRADIENTS * WIDER * min(probe.gradient_sequences or batch, batch) / batch
+    return in_mean_updates(WIDER * min(SEQUENCES, batch) / batch, look, probe.gradient_every)
 
 
 def assay_whole_run(

@@ -45,7 +45,7 @@ from stability.recorder.witnessing import Witnessing
 from stability.recorder.writer import RunWriter
 from stability.records.metric_log import MetricLog
 from stability.records.run_files import RunFiles
-from stability.study.assay import gradient_updates, planted_on
+from stability.study.assay import LOOK_GRADIENTS, SEQUENCES, gradient_updates, planted_on
 from stability.study.assemble import assemble, fit, load_data, make_trainer, resolve_device
 from stability.study.call_over_ranks import call_over_ranks
 from stability.study.distances import time_distance
@@ -80,7 +80,9 @@ class Trial:
 
     update_seconds: float
     look_seconds: float
-    """Of an update at which the probe looks; 0 if it never does."""
+    """What a look at the layers adds to its update; 0 if there is none."""
+    gradient_seconds: float
+    """What a look at the gradient adds."""
     snapshot_seconds: float
     start_seconds: float
     """All else: process, model, text, what warms up, two snapshots."""
@@ -89,6 +91,8 @@ class Trial:
     update_bytes: float
     """Of the log."""
     look_bytes: float
+    """What a look at the layers adds."""
+    gradient_bytes: float
     fixed_bytes: int
     """Of what is written once: the log of the weights, the witness."""
 
@@ -180,13 +184,14 @@ def cost_of(
             told(f"timing {len(trials) + 1} of {count}: {_trial_of(run)}")
             trials[key] = _timed(alike, isolated=isolated)
         known = trials[key]
-        looks = _looks(run)
-        seconds = known.start_seconds + (run.last_step - looks) * known.update_seconds
-        seconds += looks * known.look_seconds + _kept_beside(run) * known.snapshot_seconds
+        looks, at_gradient = _looks(run)
+        added = looks * known.look_seconds + at_gradient * known.gradient_seconds
+        seconds = known.start_seconds + run.last_step * known.update_seconds + added
+        seconds += _kept_beside(run) * known.snapshot_seconds
         by_arm[run.arm.name] = by_arm.get(run.arm.name, 0.0) + seconds
-        of_looks += looks * max(0.0, known.look_seconds - known.update_seconds)
-        log = (run.last_step - looks) * known.update_bytes + looks * known.look_bytes
-        records += log + known.fixed_bytes
+        of_looks += added
+        log = looks * known.look_bytes + at_gradient * known.gradient_bytes
+        records += run.last_step * known.update_bytes + log + known.fixed_bytes
     estimates = {}
     for run in runs:
         found = estimate_memory(run.config, run.last_step)
@@ -260,18 +265,19 @@ def _measuring(
 
 def _gradient_seconds(config: ArmConfig, trial: Trial) -> float:
     """Return what a gradient takes that a fault is planted in."""
-    if not config.probe.gradient_every:
+    batch, probe = config.train.batch_size, config.probe
+    if not probe.gradient_every:
         return gradient_updates(config) * trial.update_seconds
-    look = max(0.0, trial.look_seconds - trial.update_seconds)
-    return gradient_updates(config) * look / config.probe.gradient_every
+    sequences = min(probe.gradient_sequences or batch, batch)
+    return trial.gradient_seconds / LOOK_GRADIENTS * min(SEQUENCES, batch) / sequences
 
 
-def _looks(run: Run) -> int:
-    """Return at how many updates of a run the probe looks, or gradients are looked at."""
-    probe = run.config.probe
+def _looks(run: Run) -> tuple[int, int]:
+    """Return at how many updates of a run layers are looked at, and at how many the gradient."""
+    probe, steps = run.config.probe, range(run.last_step)
     of_layers = Schedule(every=probe.every, steps=probe.steps, per_decade=probe.per_decade)
     of_gradient = Schedule(every=probe.gradient_every)
-    return sum(of_layers.is_due(step) or of_gradient.is_due(step) for step in range(run.last_step))
+    return sum(map(of_layers.is_due, steps)), sum(map(of_gradient.is_due, steps))
 
 
 def _alike(run: Run) -> tuple[str, ArmConfig]:
@@ -321,26 +327,32 @@ def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
 def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
     off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
     plain = _trained(replace(config, probe=off), _most(config), ranks)
-    looked = None
-    if config.probe.is_on or config.probe.gradient_every:
-        gradient = min(1, config.probe.gradient_every)
-        layers = min(1, int(config.probe.is_on))
-        on = replace(config.probe, every=layers, steps=(), per_decade=0, gradient_every=gradient)
-        looked = _trained(replace(config, probe=on), _LOOKS, ranks)
+    kinds = {"every": config.probe.is_on, "gradient_every": bool(config.probe.gradient_every)}
+    looked = {
+        kind: _trained(replace(config, probe=replace(off, **{kind: 1})), _LOOKS, ranks)
+        for kind, is_on in kinds.items()
+        if is_on
+    }
     update = settled(plain.seconds[_EARLY_SNAPSHOT:])
     snapshot = max(0.0, plain.seconds[_EARLY_SNAPSHOT - 1] - update)
-    look = settled(looked.seconds[_EARLY_SNAPSHOT:]) if looked else 0.0
     start = plain.whole - len(plain.seconds) * update
-    if looked:  # what the probe needs before it looks, and its first look, come once too
-        start = max(start, looked.whole - len(looked.seconds) * look)
+    added, logged = {}, {}
+    for kind, each in looked.items():
+        look = settled(each.seconds[_EARLY_SNAPSHOT:])
+        # what the probe needs before it looks, and its first look, come once too
+        start = max(start, each.whole - len(each.seconds) * look)
+        added[kind] = max(0.0, look - update)
+        logged[kind] = max(0, each.log[-1] - plain.log[-1])
     return Trial(
         update_seconds=update,
-        look_seconds=look,
+        look_seconds=added.get("every", 0.0),
+        gradient_seconds=added.get("gradient_every", 0.0),
         snapshot_seconds=snapshot,
         start_seconds=max(0.0, start - snapshot),
         distance_seconds=plain.distance,
         update_bytes=plain.log[-1],
-        look_bytes=looked.log[-1] if looked else 0.0,
+        look_bytes=logged.get("every", 0.0),
+        gradient_bytes=logged.get("gradient_every", 0.0),
         fixed_bytes=plain.fixed,
     )
 

@@ -33,7 +33,7 @@ from stability.study.assays import Assayed, looks_at, parents_of, steps_of, upda
 from stability.study.foreign import died, spool_below, variables_of
 from stability.study.foreign_plan import ForeignRun
 from stability.study.given_start import start_variables
-from stability.study.measuring_cost import USUAL, is_assayed
+from stability.study.measuring_cost import USUAL, WIDER, in_mean_updates, is_assayed
 from stability.study.run import locked
 
 __all__ = [
@@ -106,7 +106,7 @@ def planted_updates(runs: Sequence[ForeignRun]) -> dict[tuple[str, int], float]:
     """Return of each of these how many of its updates, with their looks, usually take as long."""
     return {
         (run.arm, run.seed): min(FIRST_LOOKS, run.asked.steps)
-        + USUAL * run.asked.probe["gradient_every"] / LOOK_GRADIENTS
+        + USUAL * in_mean_updates(WIDER, LOOK_GRADIENTS * WIDER, run.asked.probe["gradient_every"])
         for run in planted_on(runs)
     }
 

@@ -15,7 +15,17 @@ from stability.analysis.assay import faults_due
 from stability.config.schema import Role
 from stability.probe.planted_faults import FEW, MOST
 
-__all__ = ["REPORT_BYTES", "USUAL", "MeasuringCost", "is_assayed", "most_gradients", "settled"]
+__all__ = [
+    "REPORT_BYTES",
+    "REPORT_S",
+    "USUAL",
+    "WIDER",
+    "MeasuringCost",
+    "in_mean_updates",
+    "is_assayed",
+    "most_gradients",
+    "settled",
+]
 
 REPORT_BYTES = 5_500_000
 """The page of a small study; most of it is what draws its charts."""
@@ -25,6 +35,9 @@ REPORT_S = 3.0
 USUAL = 110
 """Gradients on a candidate: 78 and 150 in the quickstart, 87 in the script of `init`, and those of
 the operator's looks beside them."""
+
+WIDER = 3
+"""Updates that take about as long as an isolated gradient, which is computed in wider formats."""
 
 _BESIDE = 3
 """Gradients of a look without a fault: the golden's, the baseline's, the candidate's."""
@@ -75,6 +88,15 @@ def is_assayed(arm: str, role: Role, named: Collection[str]) -> bool:
     `named` are the candidates of the study's policy; where it names none, the arms of that role.
     """
     return arm in named if named else role == "candidate"
+
+
+def in_mean_updates(gradient: float, look: float, gradient_every: int) -> float:
+    """Return how many updates of a run, with the looks that it makes, take as long as a gradient.
+
+    `gradient` is what one takes that a fault is planted in, and `look` what one at the gradient
+    takes at each `gradient_every`th update, or never if that is 0: in updates without looks.
+    """
+    return gradient / (1 + look / gradient_every) if gradient_every else gradient
 
 
 def settled(seconds: Sequence[float]) -> float:

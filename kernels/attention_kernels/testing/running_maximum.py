@@ -44,7 +44,10 @@ def through_the_maximum(
         return ""
     for where in wheres:
         ours = [one for one in measured if one.where is where and one.result == "dk"]
-        if any(_stands_at(_largest_so_far(where, back), ours[0]) for back in (False, True)):
+        # a result that holds NaN is not measured
+        if ours and any(
+            _stands_at(_largest_so_far(where, back), ours[0]) for back in (False, True)
+        ):
             return (
                 "dk errs only in keys that hold a row's largest score so far, along q of those "
                 "rows: the backward goes through the maximum that the scores are shifted by, whose "

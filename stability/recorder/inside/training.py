@@ -406,7 +406,7 @@ class Training:
         self._lines.append((self.step, row))
         if self.instrument is not None:
             self.instrument.step()
-        if self.clock is not None and self.clock.ends_trial(self.step, self._begun["world"]):
+        if self.clock is not None and self.clock.ends_trial(self.step, self._begun.get("world", 1)):
             self._steps = self.step
         is_planned = self.step == self._steps
         if self._gathers and (self._due(self.step) or is_planned):

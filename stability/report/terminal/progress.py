@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from stability.report.terminal.tables import BAD, FINE, OPEN
-from stability.report.terminal.time_left import REPORT_S, Left, TimeLeft, time_left
+from stability.report.terminal.time_left import Left, TimeLeft, time_left
 from stability.report.view.plain_text import as_markup, readable
 
 __all__ = ["StudyDisplay"]
@@ -94,7 +94,7 @@ class StudyDisplay:
 
     `updates` are those that each run makes, by arm and seed; without them all runs count alike.
     `planted` has the runs that faults will be planted on, each with how many of its own updates
-    that usually takes. `reports` says whether the study's report follows.
+    that usually takes. `report` has the seconds of the study's report, 0 if none follows.
     """
 
     def __init__(
@@ -104,11 +104,9 @@ class StudyDisplay:
         updates: Mapping[tuple[str, int], int] | None = None,
         planted: Mapping[tuple[str, int], float] | None = None,
         *,
-        reports: bool = True,
+        report: float = 0.0,
     ) -> None:
-        self._time_left = TimeLeft(
-            total_runs, updates or {}, planted or {}, report=REPORT_S if reports else 0.0
-        )
+        self._time_left = TimeLeft(total_runs, updates or {}, planted or {}, report=report)
         self._progress = Progress(
             _Names(),
             BarColumn(bar_width=24),

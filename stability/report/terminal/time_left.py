@@ -2,10 +2,11 @@
 
 Runs. By what an update took since the first run began: between two runs the clock goes on, and runs
 that were kept took none. Where it is known how many updates each run makes, a run that ends early
-counts by its own. After them. A pause as between two runs, in which distances are measured; the
-faults that are planted on a candidate, in updates of its own run of the first seed, by that run's
-pace once it is known and before by that of all runs; and the report. How many looks planted faults
-need is not known beforehand: what is over its usual time is told as the most that it may be.
+counts by its own. After them. A pause in which distances are measured, as after the last run of an
+earlier seed, or before one has ended as between two runs; the faults that are planted on a
+candidate, in updates of its own run of the first seed, by that run's pace once it is known and
+before by that of all runs; and the report. How many looks planted faults need is not known
+beforehand: what is over its usual time is told as the most that it may be.
 
 Leaves out how it is shown (`progress`). All times are seconds of one clock.
 """
@@ -13,10 +14,7 @@ Leaves out how it is shown (`progress`). All times are seconds of one clock.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["REPORT_S", "Left", "TimeLeft", "Training", "time_left"]
-
-REPORT_S = 3.0
-"""What the report takes: of 18 runs 1 s, of 27 with 40 updates 3 s, on an AMD EPYC."""
+__all__ = ["Left", "TimeLeft", "Training", "time_left"]
 
 Run = tuple[str, int]
 """An arm and a seed."""
@@ -104,7 +102,7 @@ class TimeLeft:
     total: int
     updates: Mapping[Run, int] = field(default_factory=dict)
     planted: Mapping[Run, float] = field(default_factory=dict)
-    report: float = REPORT_S
+    report: float = 0.0
     """Seconds of the report; 0 where none is written."""
     under_way: dict[Run, Training] = field(default_factory=dict)
     done: int = 0
@@ -115,6 +113,11 @@ class TimeLeft:
     _before: float = 0.0
     _begun: float | None = None
     _pauses: list[float] = field(default_factory=list)
+    _of_seed: float | None = None
+    """The last pause after all runs of a seed, in which most is measured."""
+    _over_runs: set[Run] = field(default_factory=set)
+    _last: Run | None = None
+    """The run that ended last."""
     _over: float = 0.0
     """When the last run ended that is over."""
     _told: float = 0.0
@@ -142,13 +145,20 @@ class TimeLeft:
         if self._begun is None:
             self._begun = now
         elif not self.under_way:
-            self._pauses.append(now - self._over)
+            pause = now - self._over
+            self._pauses.append(pause)
+            seed = self._last[1] if self._last else None
+            of_seed = {each for each in self.updates if each[1] == seed}
+            if of_seed and of_seed <= self._over_runs:
+                self._of_seed = pause
         self.under_way[run] = Training(steps, now)
 
     def run_ended(self, run: Run, now: float, *, is_kept: bool = False) -> Training | None:
         """Take a run that is over; return what it was like under way."""
         known, weight = self.under_way.pop(run, None), self._weight(run)
         self.done += 1
+        self._over_runs.add(run)
+        self._last = run
         self._ended += weight
         if is_kept:
             self._kept += weight
@@ -222,7 +232,9 @@ class TimeLeft:
 
     def _after(self, now: float) -> Left:
         """Return the time of what follows the runs, the report left out."""
-        pause = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
+        pause = self._of_seed
+        if pause is None:
+            pause = sum(self._pauses) / len(self._pauses) if self._pauses else 0.0
         if self._planting is None:
             idle = now - self._over if self.is_measuring and self._over else 0.0
             waiting = self._usual([*self.planted] if self._waiting is None else self._waiting, now)

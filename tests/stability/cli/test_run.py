@@ -34,15 +34,18 @@ def test_the_display_is_told_how_many_updates_each_run_makes(tmp_path, monkeypat
     told = []
 
     def stop(*_, observer, **__):
-        told.append(observer._weights)
+        told.append(observer._time_left)
         raise StudyError("seen")
 
     monkeypatch.setattr("stability.study.run_study.run_study", stop)
     with pytest.raises(ValueError, match="seen"):
         verb.run(ROOT / "configs" / "quickstart.yaml", out=tmp_path, wandb="disabled")
-    (weights,) = told
-    assert sum(weights.values()) == pytest.approx(len(weights))
-    assert weights["rerun", 0] == weights["rerun", 1] < weights["baseline", 0]
+    (left,) = told
+    assert left.total == len(left.updates) == 27
+    assert left.updates["rerun", 0] == left.updates["rerun", 1] == 20
+    assert left.updates["baseline", 0] == 40
+    assert set(left.planted) == {("flash_fa2", 0), ("flash_all_bf16", 0)}
+    assert left.report > 0
 
 
 def test_snapshots_past_the_end_are_told_before_the_first_run(tmp_path, monkeypatch, capsys):

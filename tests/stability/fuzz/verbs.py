@@ -253,7 +253,9 @@ ANEW = {"stability.study.retrain.run_fork": _train}
 TRAINING = {"stability.cli.fork._train": _train, **ANEW}
 CHECKING = {
     **ANEW,
-    "stability.cli.check._check": lambda *_: SimpleNamespace(cells=[0], passed=1, to_dict=dict),
+    "attention_kernels.testing.check_attention": lambda *_, **__: SimpleNamespace(
+        cells=[0], passed=1, to_dict=dict
+    ),
 }
 STUDY = {
     "stability.study.run_study.train_in_processes": lambda *_, **__: None,

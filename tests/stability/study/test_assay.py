@@ -220,8 +220,9 @@ def test_how_many_updates_faults_take_is_told_of_candidates_of_the_first_seed(
 
     study = load_study(write_study(edit))
     runs = plan_study(study, tmp_path)
-    # a look each second update is three gradients of one sequence, and a fault's is of four
-    expected = {("fa2", 3): pytest.approx(USUAL * 2 / 3 * 4)}
+    # a fault's gradient takes three updates; a look each second update is three of one sequence in
+    # four, so that an update with its looks takes 1 + 3 * 3/4 / 2
+    expected = {("fa2", 3): pytest.approx(USUAL * 3 / (1 + 9 / 8))}
     assert assay.planted_updates(runs, study.policy) == expected
     without = [run for run in runs if run.arm.role != "broken"]
     assert assay.planted_updates(without, study.policy) == {}

@@ -163,7 +163,7 @@ def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):
         "time    3.3 minutes here, of which",
         "         2.4 minutes  9 runs, one after another",
         "           8 seconds  distances between them",
-        "          43 seconds  planted faults, if no arm fails (at most 90.0 minutes)",
+        "          43 seconds  planted faults, if candidates hold (at most 90.0 minutes)",
         "           3 seconds  the report",
     ]
     assert max(map(len, lines)) <= 80
@@ -178,12 +178,14 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     told = []
     trial = Trial(
         update_seconds=1.0,
-        look_seconds=3.0,
+        look_seconds=2.0,
+        gradient_seconds=0.0,
         snapshot_seconds=0.5,
         start_seconds=10.0,
         distance_seconds=0.1,
         update_bytes=1.0,
         look_bytes=1.0,
+        gradient_bytes=1.0,
         fixed_bytes=1,
     )
     monkeypatch.setattr(
@@ -200,7 +202,7 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     assert cost.run_seconds == sum(cost.seconds_by_arm.values())
     # one snapshot between the first and the last, and two checkpoints
     assert cost.seconds_by_arm["short"] == 10 + 4 + 3 * 0.5
-    # each look is an update of 3 s in the place of one of 1 s
+    # each look adds 2 s to an update of 1 s
     updates = sum(run.last_step for run in runs)
     kept = sum(_kept_beside(run) for run in runs)
     assert cost.run_seconds - cost.look_seconds == 3 * 10 + updates + 0.5 * kept
@@ -211,15 +213,17 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
 
 
 def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_path, monkeypatch):
-    """A look of 7 s adds 6 to its update: three gradients, of 2 of a batch's 4 sequences."""
+    """A look at the gradient adds 6 s: three gradients, of 2 of a batch's 4 sequences."""
     trial = Trial(
         update_seconds=1.0,
-        look_seconds=7.0,
+        look_seconds=1.0,
+        gradient_seconds=6.0,
         snapshot_seconds=0.0,
         start_seconds=0.0,
         distance_seconds=0.0,
         update_bytes=1.0,
         look_bytes=1.0,
+        gradient_bytes=1.0,
         fixed_bytes=1,
     )
     monkeypatch.setattr(cost_estimate, "_timed", lambda config, *, isolated: trial)

@@ -2,13 +2,16 @@
 
 import io
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from stability.report.terminal import progress
-from stability.report.terminal.progress import StudyDisplay
+from stability.report.terminal.progress import StudyDisplay as _StudyDisplay
+
+StudyDisplay = partial(_StudyDisplay, report=3.0)
 
 ORDER = "\x1b]0;owned\x07\x1b[2J\x9b31m"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\x9b31m"
@@ -198,7 +201,7 @@ def test_faults_that_turn_out_not_to_be_planted_are_not_waited_for(clock):
 def test_of_one_run_of_a_study_no_report_is_waited_for(clock):
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
-    with StudyDisplay(console, 1, reports=False) as display:
+    with _StudyDisplay(console, 1) as display:
         display.run_started(1, 1, "baseline", 0, 10)
         clock[0] = 10.0
         display.run_advanced("baseline", 0, 10, 2.0)

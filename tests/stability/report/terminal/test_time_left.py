@@ -1,10 +1,15 @@
 """The time left of a whole study, by a clock that the test sets."""
 
+from functools import partial
+
 import pytest
 
-from stability.report.terminal.time_left import REPORT_S, TimeLeft
+from stability.report.terminal.time_left import TimeLeft as _TimeLeft
 
 RUNS = [(arm, seed) for seed in (0, 1) for arm in ("baseline", "fa2")]
+
+REPORT_S = 3.0
+TimeLeft = partial(_TimeLeft, report=REPORT_S)
 
 
 def study(planted=(("fa2", 0),), steps=10, weight=40.0):
