@@ -8,10 +8,10 @@ Square blocks are the same along both axes: in them forward and dgrad see the sa
 
 LINEAR_RECIPES is the table of the published ones, each with its source. Any other is written in its
 parts, as `forward=mxfp4 dgrad=mxfp8+stochastic/mxfp8 wgrad=mxfp8+stochastic/mxfp8`
-(`linear_recipe_named`). An operand in `delayed-e4m3`, or any other format after `delayed-`, has one
-scale for the tensor, which follows from earlier updates (`delayed_scaling`). Products are summed in
-FP32. This module computes nothing (`recipe_linear` does). It imports no torch, so that a command
-line can check the names in a YAML file before it loads anything heavy.
+(`linear_recipe_named`). An operand in `delayed-e4m3`, or in any format that FP32 holds after
+`delayed-`, has one scale for the tensor, which follows from earlier updates (`delayed_scaling`).
+Products are summed in FP32. This module computes nothing (`recipe_linear` does). It imports no
+torch, so that a command line can check the names in a YAML file before it loads anything heavy.
 """
 
 import difflib

@@ -12,7 +12,8 @@ __all__ = ["demo"]
 def demo(out: Path = Path("runs"), wandb: WandbMode | None = None, jobs: int = 0) -> int:
     """Train 27 paired runs on Python's own sources, judge two attentions, and write the report.
 
-    It takes some three minutes on two CPU cores, and needs nothing that is not installed.
+    It takes two to four minutes on two CPU cores, more without AVX-512, and needs nothing that is
+    not installed.
 
     Args:
         out: folder that gets the folder `quickstart`

@@ -298,6 +298,16 @@ def test_an_empty_operand_is_refused():
         quantized_now(torch.zeros(0, 3), "e4m3")
 
 
+def test_a_fork_is_of_its_own_format_also_where_another_process_multiplies():
+    parent = DelayedScales()
+    parent.advance(lambda seen: {"there": SeenAmax(8.0, "e4m3", 4)})
+    fork = DelayedScales()
+    fork.load_state_dict(parent.state_dict())
+    fork.advance(lambda seen: {"there": SeenAmax(4.0, "e5m2", 2)})
+    state = fork.state_dict()["there"]
+    assert (state["elements"], state["history"], state["scale"]) == ("e5m2", 2, 57344 / 8)
+
+
 def test_a_fork_whose_history_says_no_scale_begins_with_one():
     parent = DelayedScales()
     for amax in (2.0, math.inf):

@@ -22,7 +22,7 @@ __all__ = ["computed_in"]
 
 _SHORTER = {torch.float32: ("bf16", "fp16"), torch.float16: ("bf16",)}
 """Formats with fewer bits, the shortest first: a rounding to it holds one to a longer format."""
-_NAMES = {"bf16": "BF16", "fp16": "FP16, or TF32 which rounds alike,"}
+_NAMES = {"bf16": "BF16", "fp16": "FP16, or TF32 that rounds to nearest,"}
 _DO = {
     "bf16": "check it with `--dtype bf16`",
     "fp16": "check it with `--dtype fp16`, or switch TF32 off",

@@ -44,10 +44,9 @@ def through_the_maximum(
         return ""
     for where in wheres:
         ours = [one for one in measured if one.where is where and one.result == "dk"]
-        # a result that holds NaN is not measured
-        if ours and any(
-            _stands_at(_largest_so_far(where, back), ours[0]) for back in (False, True)
-        ):
+        if not ours:  # it holds NaN, and is not measured
+            continue
+        if any(_stands_at(_largest_so_far(where, back), ours[0]) for back in (False, True)):
             return (
                 "dk errs only in keys that hold a row's largest score so far, along q of those "
                 "rows: the backward goes through the maximum that the scores are shifted by, whose "

@@ -44,7 +44,7 @@ def test_it_is_told_of_two_dtypes_at_once():
 
 def test_one_that_computes_in_fp16_is_not_taken_for_bf16():
     said = quick(_cast(torch.float16, plain), "fp32", FEW).sentence
-    assert "it errs as FP16, or TF32 which rounds alike, would" in said
+    assert "it errs as FP16, or TF32 that rounds to nearest, would" in said
     assert "check it with `--dtype fp16`, or switch TF32 off" in said
 
 

@@ -105,6 +105,32 @@ def test_an_error_that_stands_with_the_weights_is_not_told_so(delta, cells):
     assert "maximum" not in report.sentence
 
 
+class _Lost(torch.autograd.Function):
+    """A tensor whose gradient is noisy, and holds one NaN in longer calls if `loses`."""
+
+    @staticmethod
+    def forward(ctx, x, loses):
+        ctx.loses = loses
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        noise = torch.randn(dx.shape, generator=torch.Generator().manual_seed(0))
+        noisy = dx + 1e-2 * dx * noise
+        if ctx.loses and dx.shape[2] >= 60:
+            noisy[0, 0, 0, 0] = torch.nan
+        return noisy, None
+
+
+def test_a_gradient_that_holds_nan_in_some_cells_is_reported_and_not_measured():
+    def attention(q, k, v, **options):
+        return plain(_Lost.apply(q, False), _Lost.apply(k, True), v, **options)
+
+    report = quick(attention, "fp32", [cell for cell in QUICK if cell.shape.key_len < 300])
+    assert {"dq", "dk"} <= {finding.noun for finding in report.findings}
+    assert "NaN" in report.sentence
+
+
 def test_where_out_is_off_too_it_is_not_told_so():
     through = _blockwise(32, _amax)
 

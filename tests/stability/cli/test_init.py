@@ -460,7 +460,7 @@ def test_a_question_of_precision_is_told_what_answers_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [sys.executable, str(SCRIPTS / "evaluates.py"), "--seed", "0"]
-    assert code_of("init", "--candidate", "bf16=true", "--", *words) == 0
+    assert code_of("init", "--name", "mine", "--candidate", "bf16=true", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "bf16=true is a lower precision than the command's, beside which no step" in said
     assert f"--candidate out, as in the command at the end; {PRECISION_QUESTION}" in said
@@ -469,10 +469,8 @@ def test_a_question_of_precision_is_told_what_answers_it(
     assert f"#   stability {instead}\n" in (tmp_path / "study.yaml").read_text()
     assert code_of(*shlex.split(instead)) == 0
     said = " ".join(capsys.readouterr().out.split())
-    (reference,) = [
-        arm
-        for arm in expand_commands(load_command_study(tmp_path / "study_precision.yaml"))
-        if arm.role == "reference"
-    ]
+    written = load_command_study(tmp_path / "study_precision.yaml")
+    assert written.name == "mine_precision", "its runs are of a folder of their own"
+    (reference,) = [arm for arm in expand_commands(written) if arm.role == "reference"]
     assert reference.config.words() == [*words[:3], "{seed}"]
     assert "without a candidate the ladder tells how far the baseline's precision moves" in said

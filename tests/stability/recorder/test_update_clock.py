@@ -4,6 +4,7 @@ import pytest
 
 from stability.recorder.inside import update_clock
 from stability.recorder.inside.update_clock import UpdateClock
+from stability.recorder.launch import Asked, environment_of
 
 
 @pytest.fixture
@@ -45,3 +46,11 @@ def test_quick_updates_are_left_to_end_as_planned(now):
 def test_ranks_end_with_the_same_update(now):
     """By clocks of their own one may wait for the others for ever."""
     assert made(UpdateClock("6 20"), now, [0.1] * 20, ranks=2) == 6
+
+
+def test_only_a_trial_has_a_clock(monkeypatch):
+    """One that a shell, or a trial around it, has in its variables is not handed on."""
+    monkeypatch.setenv("STABILITY_TRIAL", "4 20")
+    asked = Asked(seed=0, steps=3)
+    assert environment_of(asked, {})["STABILITY_TRIAL"] == ""
+    assert environment_of(asked, {"STABILITY_TRIAL": "6 8"})["STABILITY_TRIAL"] == "6 8"

@@ -26,6 +26,17 @@ def train(left, run, begin, seconds, steps=10):
     return begin + seconds
 
 
+def test_what_follows_the_last_run_takes_as_long_as_after_an_earlier_seed():
+    """Where all is kept, distances are measured once a seed, and no other pause is as long."""
+    left = study(planted=())
+    now = train(left, RUNS[0], 0.0, 10.0)
+    now = train(left, RUNS[1], now + 1.0, 10.0)
+    assert left.of_study(now).seconds == pytest.approx(21 + 1 + REPORT_S), "none has ended before"
+    now = train(left, RUNS[2], now + 30.0, 10.0)
+    now = train(left, RUNS[3], now + 1.0, 10.0)
+    assert left.of_study(now).seconds == 30 + REPORT_S
+
+
 def test_faults_are_counted_by_the_pace_of_all_runs_and_then_by_that_of_their_own():
     left = study()
     assert left.of_study(5.0).seconds is None, "before a run has begun nothing is known"
