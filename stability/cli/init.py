@@ -194,7 +194,8 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
         print_line("  the weights, and how much the held-out loss differs, beside the reference")
     if _A_REFERENCE in missing:
         print_line("  a reference is the command one precision higher, as FP32 beside BF16 by")
-        print_line("  autocast, by one flag of its own; without one there is no PASS")
+        print_line("  autocast, by one flag of its own, which the script may have to get first;")
+        print_line("  without one there is no PASS")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
     print_line("explained, step by step: stability docs your_own_training")
 
