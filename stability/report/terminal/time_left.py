@@ -2,17 +2,19 @@
 
 Runs. By what an update took since the first run began: between two runs the clock goes on, and runs
 that were kept took none. Where it is known how many updates each run makes, a run that ends early
-counts by its own. After them. A pause in which distances are measured, as after the last run of an
-earlier seed, or before one has ended as between two runs; the faults that are planted on a
-candidate, in updates of its own run of the first seed, by that run's pace once it is known and
-before by that of all runs; and the report. How many looks planted faults need is not known
-beforehand: what is over its usual time is told as the most that it may be.
+counts by its own, and a run to come goes on as those like it have: of its arm in another seed but
+the first, in which an arm may be looked at, or of its seed. After them. A pause in which distances
+are measured, as after the last run of an earlier seed, or before one has ended as between two runs;
+the faults that are planted on a candidate, in updates of its own run of the first seed, by that
+run's pace once it is known and before by that of all runs; and the report. How many looks planted
+faults need is not known beforehand: what is over its usual time is told as the most that it may be.
 
 Leaves out how it is shown (`progress`). All times are seconds of one clock.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 __all__ = ["Left", "TimeLeft", "Training", "time_left"]
 
@@ -124,6 +126,8 @@ class TimeLeft:
     """When something was told last."""
     _paces: dict[Run, float] = field(default_factory=dict)
     """Seconds for an update of runs that have ended."""
+    _busy: float = 0.0
+    """Seconds of all runs that have ended, each of its own."""
     _waiting: list[Run] | None = None
     """The runs that faults are still to be planted on, once that is known for sure."""
     _planting: _Planting | None = None
@@ -168,6 +172,7 @@ class TimeLeft:
             made = known.step - known.before
             if made > 0:
                 self._paces[run] = (now - known.started) / made
+            self._busy += now - known.started
         return known
 
     def planting_planned(self, arms: Sequence[str], now: float) -> None:
@@ -228,7 +233,37 @@ class TimeLeft:
         return made - spared, self.total - spared
 
     def _of_runs(self, now: float) -> float | None:
-        return time_left(self._begun, *self._made(), now)
+        """Return the time until all runs are over.
+
+        Runs to come go on as those like them have gone, and not as the one under way: one that is
+        looked at may take many times as long. As many are taken to be under way at once as have
+        been, which is less than one where there were pauses.
+        """
+        if not self._paces or not self.updates:
+            return time_left(self._begun, *self._made(), now)
+        busy, left = self._busy, 0.0
+        under_way = dict(self.under_way.items())  # rich asks from a thread of its own
+        for run in self.updates.keys() - self._over_runs:
+            known, pace = under_way.get(run), self._expected(run)
+            steps: float = self.updates[run]
+            if known is not None:
+                busy += now - known.started
+                made, steps = known.step - known.before, known.steps - known.step
+                pace = (now - known.started) / made if made > 0 else pace
+            left += steps * pace
+        assert self._begun is not None
+        return left * (now - self._begun) / busy if busy > 0 else None
+
+    def _expected(self, run: Run) -> float:
+        """Return the seconds for an update of a run to come: those of runs like it so far."""
+        arm, seed = run
+        first = next(iter(self.updates))[1]
+        alike = [
+            [pace for (a, s), pace in self._paces.items() if a == arm and s != first],
+            [pace for (_, s), pace in self._paces.items() if (s == first) == (seed == first)],
+            [*self._paces.values()],
+        ]
+        return median(next(each for each in alike if each))
 
     def _after(self, now: float) -> Left:
         """Return the time of what follows the runs, the report left out."""

@@ -37,6 +37,42 @@ def test_what_follows_the_last_run_takes_as_long_as_after_an_earlier_seed():
     assert left.of_study(now).seconds == 30 + REPORT_S
 
 
+def test_a_run_that_is_looked_at_is_not_projected_onto_those_to_come():
+    """Looks of the first seed alone make its run ten times as long; the others are as the first."""
+    left = study(planted=())
+    now = train(left, RUNS[0], 0.0, 20.0)
+    left.run_started(RUNS[1], 10, now)
+    left.under_way[RUNS[1]].reach(0, now)
+    left.under_way[RUNS[1]].reach(5, now + 50.0)
+    assert left.of_study(now + 50.0).seconds == 50 + 2 * 20 + REPORT_S
+    left.under_way[RUNS[1]].reach(10, now + 100.0)
+    left.run_ended(RUNS[1], now + 100.0)
+    now = train(left, RUNS[2], now + 100.0, 12.0)
+    assert left.of_study(now).seconds == pytest.approx(12 + REPORT_S), (
+        "as the seed's, not the arm's"
+    )
+
+
+def test_an_arm_goes_on_as_in_another_seed_but_the_first():
+    runs = [(arm, seed) for seed in (0, 1, 2) for arm in ("baseline", "slow")]
+    left = TimeLeft(len(runs), dict.fromkeys(runs, 10))
+    now = 0.0
+    for run, seconds in zip(runs[:5], (10.0, 99.0, 10.0, 30.0, 10.0), strict=True):
+        now = train(left, run, now, seconds)
+    assert left.of_study(now).seconds == pytest.approx(30 + REPORT_S)
+
+
+def test_runs_that_train_at_once_are_counted_at_once():
+    left = study(planted=())
+    for run in RUNS[:2]:
+        left.run_started(run, 10, 0.0)
+        left.under_way[run].reach(0, 0.0)
+        left.under_way[run].reach(10, 20.0)
+    for run in RUNS[:2]:
+        left.run_ended(run, 20.0)
+    assert left.of_study(20.0).seconds == 2 * 20 / 2 + REPORT_S
+
+
 def test_faults_are_counted_by_the_pace_of_all_runs_and_then_by_that_of_their_own():
     left = study()
     assert left.of_study(5.0).seconds is None, "before a run has begun nothing is known"
