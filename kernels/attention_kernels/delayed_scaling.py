@@ -267,28 +267,9 @@ class OperandScales:
         """Return the same, recording nothing."""
         return replace(self, records=False)
 
-    def quantized(
-        self,
-        place: str,
-        x: Tensor,
-        elements: str,
-        history: int,
-        *,
-        rounding: str = "nearest_even",
-        bits: Tensor | None = None,
-        is_gradient: bool = False,
-    ) -> Tensor:
-        """Return what `DelayedScales.quantized` does for the operand at `place` of this module."""
-        return self.whole.quantized(
-            f"{self.module}: {place}",
-            x,
-            elements,
-            history,
-            rounding=rounding,
-            bits=bits,
-            is_gradient=is_gradient,
-            records=self.records,
-        )
+    def name(self, place: str) -> str:
+        """Return the name that the operand at `place` of this module has among all."""
+        return f"{self.module}: {place}"
 
 
 def quantized_now(

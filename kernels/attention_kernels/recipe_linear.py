@@ -184,14 +184,16 @@ def _delayed(
     elements, rounding = operand.delayed.name, operand.rounding
     if call is None or call.scales is None:
         return quantized_now(x_RC, elements, rounding=rounding, bits=bits)
-    return call.scales.quantized(
-        f"{place} of product {call.part}",
+    scales = call.scales
+    return scales.whole.quantized(
+        scales.name(f"{place} of product {call.part}"),
         x_RC,
         elements,
         operand.history,
         rounding=rounding,
         bits=bits,
         is_gradient=place in ("dgrad.left", "wgrad.left"),
+        records=scales.records,
     )
 
 
