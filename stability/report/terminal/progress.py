@@ -21,7 +21,7 @@ from rich.table import Column
 from rich.text import Text
 
 from stability.report.terminal.tables import BAD, FINE, OPEN
-from stability.report.terminal.time_left import Left, TimeLeft, time_left
+from stability.report.terminal.time_left import Left, TimeLeft
 from stability.report.view.plain_text import as_markup, readable
 
 __all__ = ["StudyDisplay"]
@@ -41,16 +41,11 @@ class _Bar:
 
 @dataclass(slots=True)
 class _Assay:
-    """Faults that are planted on a candidate."""
+    """The bar of faults that are planted on a candidate."""
 
     of: tuple[str, str]
     """The arm, and what is counted: updates of its command, then looks."""
     bar: TaskID
-    started: float
-    first: int
-    """How many were done when it was first told of them."""
-    done: int = 0
-    most: int = 0
 
 
 class _Words(ProgressColumn):
@@ -201,8 +196,7 @@ class StudyDisplay:
             self._remove_assay()
             name = readable(f"faults on {arm}")
             bar = self._progress.add_task(name, total=most, note=what)
-            self._assay = _Assay((arm, kind), bar, time.monotonic(), done)
-        self._assay.done, self._assay.most = done, most
+            self._assay = _Assay((arm, kind), bar)
         self._progress.update(self._assay.bar, completed=done, total=most, note=what)
 
     def _remove_assay(self) -> None:
@@ -239,13 +233,16 @@ class StudyDisplay:
         self._progress.console.print(f"[{colour}]{state:>9}[/]  {name}   {note}", highlight=False)
 
     def _left(self, task: Task) -> str:
-        """Return the time left of a run, of faults that are planted, or of the whole study."""
+        """Return the time left of a run or of the whole study.
+
+        Planted faults have none of their own: the study's counts them as they usually take, and a
+        bound beside it, which may be several times as long, would be a second answer.
+        """
         now, assay = time.monotonic(), self._assay
         if task.id == self._study:
             return _left(self._time_left.of_study(now))
-        if assay is not None and assay.bar == task.id:  # fewer looks may do
-            made, most = assay.done - assay.first, assay.most - assay.first
-            return _left(Left(time_left(assay.started, made, most, now), at_most=True))
+        if assay is not None and assay.bar == task.id:
+            return ""
         under_way = tuple(self._runs.items())  # rich asks from a thread of its own
         run = next((run for run, bar in under_way if bar.task == task.id), None)
         return _left(self._time_left.of_run(run, now) if run else Left(None))

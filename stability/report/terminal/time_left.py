@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-__all__ = ["Left", "TimeLeft", "Training", "time_left"]
+__all__ = ["Left", "TimeLeft", "Training"]
 
 Run = tuple[str, int]
 """An arm and a seed."""
@@ -212,7 +212,7 @@ class TimeLeft:
         if known is None:
             return Left(None)
         made, steps = known.step - known.before, known.steps - known.before
-        return Left(time_left(known.started, made, steps, now))
+        return Left(_time_left(known.started, made, steps, now))
 
     def reached(self) -> float:
         """Return how many runs have been made, those under way in part."""
@@ -240,7 +240,7 @@ class TimeLeft:
         been, which is less than one where there were pauses.
         """
         if not self._paces or not self.updates:
-            return time_left(self._begun, *self._made(), now)
+            return _time_left(self._begun, *self._made(), now)
         busy, left = self._busy, 0.0
         under_way = dict(self.under_way.items())  # rich asks from a thread of its own
         for run in self.updates.keys() - self._over_runs:
@@ -311,7 +311,7 @@ class TimeLeft:
         return (until - self._begun) / made / steps if steps else None
 
 
-def time_left(begun: float | None, made: float, total: float, now: float) -> float | None:
+def _time_left(begun: float | None, made: float, total: float, now: float) -> float | None:
     """Return how long the rest of `total` takes if it goes on as since `begun`; None: not known."""
     if begun is None or made <= 0:
         return None
