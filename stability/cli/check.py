@@ -181,6 +181,8 @@ def _print(report: "CheckReport") -> None:
     findings = _rests_on(report)[:8]
     for finding in findings:
         say(f"{', '.join(finding.dtypes)}: {finding.sentence}", 2)
+    if explained := _explained(report):
+        say(f"{', '.join(explained)}: all else that is too large follows from that", 2)
     for line in _inputs_named("\n".join([report.sentence, *(x.sentence for x in findings)])):
         say(line, 2)
     for reason, cells in report.unsupported.items():
@@ -242,17 +244,29 @@ def _rests_on(report: "CheckReport") -> "list[Finding]":
     Of how far a result errs one figure: of its rows, which tell where, else of all, else of ranges.
     """
     ways = ("row", "error ratio", "range")
+    found = [finding for finding in report.findings[1:] if not finding.follows]
+    named = {x.sentence for x in report.findings if x.what == "diagnosis"} | {report.sentence}
     of_errors: dict[str, str] = {}
     for what in ways:
-        for finding in report.findings[1:]:
+        for finding in found:
             if finding.what == what:
                 of_errors.setdefault(finding.noun, what)
     return [
         finding
-        for finding in report.findings[1:]
-        if finding.sentence not in report.sentence
+        for finding in found
+        if not any(finding.sentence in said for said in named - {finding.sentence})
         and (finding.what not in ways or of_errors[finding.noun] == finding.what)
     ]
+
+
+def _explained(report: "CheckReport") -> list[str]:
+    """Return the dtypes in which more is too large, all of which follows from what is named."""
+    told = {follows: _dtypes(report, follows) for follows in (True, False)}
+    return [dtype for dtype in report.dtypes if dtype in told[True] - told[False]]
+
+
+def _dtypes(report: "CheckReport", follows: bool) -> set[str]:
+    return {x for finding in report.findings if finding.follows is follows for x in finding.dtypes}
 
 
 def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:

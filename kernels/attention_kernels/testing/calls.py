@@ -364,7 +364,8 @@ def _bad_values(name: str, x: Tensor, bad: Tensor, where: Reference) -> Breach:
     by_row = bad if bad.dim() == 3 else bad.any(-1)
     rows = by_row.flatten(0, 1).any(0).nonzero().flatten().tolist()
     empty = ~where.cell.visible().any(-1)
-    at = "in every row" if len(rows) == x.shape[2] else f"in rows {_some(rows)}"
+    one = "key" if name in ("dk", "dv") else "row"
+    at = f"in every {one}" if len(rows) == x.shape[2] else f"in {one}s {_some(rows)}"
     of_empty = name in ("out", "lse", "dq") and bool(empty.any() and empty[rows].all())
     if of_empty:
         right = "-inf" if name == "lse" else "0"

@@ -64,6 +64,8 @@ class Finding:
     value: float = 0.0
     error: float = 0.0
     limit: float = 0.0
+    follows: bool | None = None
+    """Whether it follows from the mistake that is named; None where none is, or it is not known."""
 
 
 @dataclass(kw_only=True)
@@ -278,31 +280,42 @@ class _Seen:
 
         Of other manners of calling the first is told of, and only where the usual one is right.
         """
-        findings = [self._of_breach(*case) for case in _worst_breaches(self.breaches)]
-        findings = self._with_excesses(findings, self.measured)
+        found = excesses(self.measured, self.format)
+        off = {breach.result for breach, _ in self.breaches} | {excess.result for excess in found}
+        names = {one.result for one in self.measured}
+        right = [name for name in RESULTS if name in names - off]
+        findings = [self._of_breach(*case, right) for case in _worst_breaches(self.breaches)]
+        findings = self._with_excesses(findings, self.measured, found)
         for words, measured in self.others.items():
             if findings:
                 break
             findings = [
                 replace(finding, sentence=f"{words}, {finding.sentence}")
-                for finding in self._with_excesses([], measured)
+                for finding in self._with_excesses([], measured, excesses(measured, self.format))
             ]
         return findings
 
-    def _with_excesses(self, findings: list[Finding], measured: list[Measured]) -> list[Finding]:
-        found = excesses(measured, self.format)
+    def _with_excesses(
+        self, findings: list[Finding], measured: list[Measured], found: list[Excess]
+    ) -> list[Finding]:
         if found:
             diagnosis = diagnose(found, measured)
             finding = self._of_diagnosis(diagnosis, found[0])
             # a mistake that is named tells more than an infinity that it makes
             infinite = bool(findings) and findings[0].what == "infinity"
             findings.insert(0 if infinite and diagnosis.explained else len(findings), finding)
-            findings += [self._of_excess(excess) for excess in found[:12]]
+            left = diagnosis.left
+            follows = None if left is None else True
+            findings += [self._of_excess(excess, follows) for excess in found[:12]]
+            worst: dict[tuple[str, str], Excess] = {}
+            for excess in left or ():
+                worst.setdefault((excess.statistic, excess.result), excess)
+            findings += [self._of_excess(excess, False) for excess in worst.values()]
         return findings
 
-    def _of_breach(self, breach: Breach, wheres: list[Reference]) -> Finding:
+    def _of_breach(self, breach: Breach, wheres: list[Reference], right: Sequence[str]) -> Finding:
         every = {where.cell for where, _ in self.calls}
-        sentence = breach_sentence(breach, [where.cell for where in wheres], every)
+        sentence = breach_sentence(breach, [where.cell for where in wheres], every, right)
         return Finding(
             what=breach.kind, noun=breach.result, sentence=sentence, dtypes=(self.format,)
         )
@@ -318,15 +331,17 @@ class _Seen:
             limit=worst.limit,
         )
 
-    def _of_excess(self, excess: Excess) -> Finding:
+    def _of_excess(self, excess: Excess, follows: bool | None) -> Finding:
+        beside = "not explained by that: " if follows is False else ""
         return Finding(
             what=excess.statistic,
             noun=excess.result,
-            sentence=excess_sentence(excess),
+            sentence=f"{beside}{excess_sentence(excess)}",
             dtypes=(self.format,),
             value=excess.value,
             error=excess.error,
             limit=excess.limit,
+            follows=follows,
         )
 
 
@@ -384,9 +399,11 @@ def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
 
     Of two diagnoses with one noun that of the last dtype, the most exact, is kept.
     """
-    merged: dict[tuple[str, str], Finding] = {}
+    merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = (finding.what, finding.noun)
+        # what is right beside it is of one dtype
+        said = finding.sentence if " right" in finding.sentence else ""
+        key = (finding.what, finding.noun, finding.follows, said)
         dtypes = merged[key].dtypes if key in merged else ()
         new = tuple(dict.fromkeys((*dtypes, *finding.dtypes)))
         merged[key] = Finding(**{**vars(finding), "dtypes": new})

@@ -31,6 +31,7 @@ from attention_kernels.testing.sentences import (
     rows_in_words,
     where_in_words,
 )
+from attention_kernels.testing.unexplained import unexplained
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -46,6 +47,8 @@ _FREE = 0.9999
 """The worth of a share that a fitted size takes away: one without a choice is named before it."""
 _SURE = 8.0
 """Standard errors that a fitted size must have to be named though most of the error is rounding."""
+_ALIKE = 8
+"""Mistakes that are alike in a cell and are laid beside all others, at most."""
 _SMALL = 150_000
 """Scores of a cell that are compared with a hundred mistakes in a second or two; those cells are
 taken first."""
@@ -59,6 +62,8 @@ class Diagnosis:
     sentence: str
     explained: float
     """The share of the error that it explains, 0 to 1."""
+    left: tuple[Excess, ...] | None = None
+    """What is too large beside what follows from it; None where that was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +80,8 @@ class _Fit:
     """The rows that chose it; empty for all of them."""
     heads: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
-    alike: tuple[str, ...] = ()
-    """The words of mistakes that give the very same results in this cell."""
+    alike: tuple[Mistake, ...] = ()
+    """Mistakes that give the very same results in this cell."""
 
     def names_it(self) -> bool:
         """Whether it explains enough to be named: most of the error, or all but rounding."""
@@ -109,8 +114,25 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
                 return Diagnosis(noun=noun, sentence=said, explained=1.0)
         return Diagnosis(noun=found[0].result, sentence=_plain(found) + ending, explained=0.0)
     fit, case = best
+    fit, left = _told_apart(fit, found, measured)
     sentence = f"{_in_words(fit, case, found)}{ending}"
-    return Diagnosis(noun=fit.mistake.noun, sentence=sentence, explained=fit.explained)
+    return Diagnosis(noun=fit.mistake.noun, sentence=sentence, explained=fit.explained, left=left)
+
+
+def _told_apart(
+    fit: _Fit, found: Sequence[Excess], measured: Sequence[Measured]
+) -> tuple[_Fit, tuple[Excess, ...] | None]:
+    """Return which of mistakes that are alike in a cell leaves least in all, and what that is.
+
+    None where it holds in some rows alone: dk and dv are then of both, and of no formula.
+    """
+    if fit.rows:
+        return fit, None
+    choices = (fit.mistake, *fit.alike[: _ALIKE - 1])
+    left = [unexplained(mistake, fit.size, found, measured) for mistake in choices]
+    least = min(map(len, left))
+    best, *alike = (each for each, rest in zip(choices, left, strict=True) if len(rest) == least)
+    return replace(fit, mistake=best, alike=tuple(alike)), min(left, key=len)
 
 
 def _failing_cells(found: Sequence[Excess]) -> set[Cell]:
@@ -181,7 +203,7 @@ class _Case:
                 if best is None or fit.explained > best.explained + 1e-9:
                     best = fit
                 elif fit.explained == best.explained and self._alike(fit, best):
-                    best = replace(best, alike=(*best.alike, mistake.words))
+                    best = replace(best, alike=(*best.alike, mistake))
         return best
 
     def _alike(self, one: _Fit, other: _Fit) -> bool:
@@ -337,7 +359,9 @@ def _in_words(fit: _Fit, case: _Case, found: Sequence[Excess]) -> str:
         text += f", in {rows_in_words(fit.rows, case.where.cell.shape.query_len)} alone"
     if fit.batches and len(fit.batches) < case.where.cell.shape.batch:
         text += f", in batch entry {numbers_in_words(fit.batches)} alone"
-    alike = f"; or {'; or '.join(fit.alike[:2])}: alike in this cell" if fit.alike else ""
+    others = dict.fromkeys(mistake.words for mistake in fit.alike)
+    others.pop(fit.mistake.words, None)
+    alike = f"; or {'; or '.join([*others][:2])}: alike in these cells" if others else ""
     return f"{text} (seen in {', '.join(results)}){alike}"
 
 

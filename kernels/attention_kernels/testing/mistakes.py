@@ -6,6 +6,7 @@ kernel's author would look for, `words` say it in a sentence.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,6 +36,12 @@ class Mistake:
     direction: Callable[[], Results] | None = None
     at: Callable[[float], Results] | None = None
     """What a mistake of that size gives, where its direction changes with it."""
+    kind: str = ""
+    """What it is in any cell, where its words name keys, heads or rows of this one."""
+
+    def is_that(self, other: "Mistake") -> bool:
+        """Whether it is the same mistake in another cell."""
+        return (self.noun, self.kind or self.words) == (other.noun, other.kind or other.words)
 
 
 def mistakes(where: Reference) -> Iterator[Mistake]:
@@ -51,8 +58,10 @@ def mistakes(where: Reference) -> Iterator[Mistake]:
     yield from _empty_rows(where, formula)
 
 
-def _all_or_nothing(noun: str, words: str, formula: Formula, **changes: object) -> Mistake:
-    return Mistake(noun=noun, words=words, results=formula.with_(**changes).results)
+def _all_or_nothing(
+    noun: str, words: str, formula: Formula, *, kind: str = "", **changes: object
+) -> Mistake:
+    return Mistake(noun=noun, words=words, results=formula.with_(**changes).results, kind=kind)
 
 
 def _factors(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -116,7 +125,8 @@ def _factors(where: Reference, formula: Formula) -> Iterator[Mistake]:
 
 def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
     """The scale of the scores, in both directions or in the backward alone."""
-    right, root = formula.scale, math.sqrt(where.cell.shape.head_dim)
+    right, head_dim = formula.scale, where.cell.shape.head_dim
+    root, padded = math.sqrt(head_dim), 1 << (head_dim - 1).bit_length()
 
     def slope(field: str) -> Callable[[], Results]:
         step = 1e-4
@@ -148,6 +158,7 @@ def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
 
     words = "the scores are {size} times what they should be, and the scale of dS is right"
     yield Mistake(noun="scale", words=words, direction=slope_of_scores, at=scores_alone)
+    yield from _scales_of_gradients(where, right)
     wrong = {
         "missing, it is 1": 1.0,
         "applied twice": right * right,
@@ -156,15 +167,26 @@ def _scales(where: Reference, formula: Formula) -> Iterator[Mistake]:
         "ln(2) times what it should be: exp2 without log2(e)": right * math.log(2),
         "half of what it should be": right / 2,
         "twice what it should be": right * 2,
+        "1/sqrt of the head_dim padded to a power of two": 1 / math.sqrt(padded),
     }
     if where.cell.scale is not None:
         wrong = {"ignored, it is 1/sqrt(head_dim)": 1 / root} | wrong
-    for what, scale in wrong.items():
-        for field in ("scale", "backward_scale"):
-            whose = (
-                "the backward's softmax scale is" if field != "scale" else "the softmax scale is"
+    whose = {"scale": "the", "backward_scale": "the backward's"}
+    for (what, scale), field in itertools.product(wrong.items(), whose):
+        if scale != right:
+            words = f"{whose[field]} softmax scale is {what}"
+            yield Mistake(
+                noun="scale", words=words, results=formula.with_(**{field: scale}).results
             )
-            yield _all_or_nothing("scale", f"{whose} {what}", formula, **{field: scale})
+
+
+def _scales_of_gradients(where: Reference, right: float) -> Iterator[Mistake]:
+    """The scale of dS, forgotten or applied twice in one of dq and dk."""
+    for name in ("dq", "dk"):
+        for what, factor in (("lacks", 1 / right), ("has twice", right)):
+            wrong = where.golden | {name: where.golden[name] * factor}
+            words = f"{name} {what} the softmax scale: the scale of dS in {name}"
+            yield Mistake(noun="scale", words=words, results=lambda made=wrong: made)
 
 
 def _masks(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -211,11 +233,12 @@ def _keys(where: Reference, formula: Formula) -> Iterator[Mistake]:
     """Keys that are missed, counted twice, padded or read from another place."""
     keys = where.cell.shape.key_len
     index = torch.arange(keys)
-    for words, dropped in _missed(index).items():
+    for words, (kind, dropped) in _missed(index).items():
         if dropped.any() and not dropped.all():
-            yield _all_or_nothing("key", words, formula, visible=formula.visible & ~dropped)
+            hidden = formula.visible & ~dropped
+            yield _all_or_nothing("key", words, formula, visible=hidden, kind=kind)
             words = f"dq's sum over keys is short: in dq {words}"
-            yield _all_or_nothing("key", words, formula, dq_keys=~dropped)
+            yield _all_or_nothing("key", words, formula, dq_keys=~dropped, kind=f"dq, {kind}")
     twice = {"the last key counts twice": index == keys - 1}
     twice["the first key counts twice"] = index == 0
     for tile in _TILES:
@@ -230,31 +253,32 @@ def _keys(where: Reference, formula: Formula) -> Iterator[Mistake]:
     for tile in _TILES:
         if keys % tile:
             words = f"the tail's {-keys % tile} keys of padding to a tile of {tile} are not masked"
-            yield _all_or_nothing("tail", words, formula, padding=-keys % tile)
+            kind = f"padding to a tile of {tile}"
+            yield _all_or_nothing("tail", words, formula, padding=-keys % tile, kind=kind)
 
 
-def _missed(index: Tensor) -> dict[str, Tensor]:
-    """Return which keys could be missed, by the words for them."""
+def _missed(index: Tensor) -> dict[str, tuple[str, Tensor]]:
+    """Return the kind of each miss and the keys that are missed, by the words for them."""
     keys = len(index)
     missed = {
         "the last key is missed": index == keys - 1,
         "the first key is missed": index == 0,
     }
+    listed: dict[str, tuple[str, Tensor]] = {}
     for tile in _TILES:
         last, first = range(tile - 1, keys, tile), range(0, keys, tile)
-        missed |= {
-            f"the tail, the last tile of {tile} keys that is not full, is missed": (
-                index >= keys // tile * tile
-            ),
-            f"{_listed(last)} missed: the last key of each tile of {tile}": (
-                index % tile == tile - 1
-            ),
-            f"{_listed(first)} missed: the first key of each tile of {tile}": index % tile == 0,
-            f"the first tile of {tile} keys is missed": index < tile,
-        }
+        missed[f"the tail, the last tile of {tile} keys that is not full, is missed"] = (
+            index >= keys // tile * tile
+        )
+        for kind, which, members in (
+            (f"the last key of each tile of {tile}", last, index % tile == tile - 1),
+            (f"the first key of each tile of {tile}", first, index % tile == 0),
+        ):
+            listed[f"{_listed(which)} missed: {kind}"] = kind, members
+        missed[f"the first tile of {tile} keys is missed"] = index < tile
     for limit in (128, 256, 512, 1000, 1024):
         missed[f"keys from {limit} on are missed: long rows"] = index >= limit
-    return missed
+    return {words: (words, members) for words, members in missed.items()} | listed
 
 
 def _listed(keys: range) -> str:
@@ -270,16 +294,20 @@ def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
         if tile >= keys:
             continue
         last = (keys - 1) // tile
-        for block in sorted({1, last}):
+        for kind, block in (("tile 1", 1), ("the last tile", last)):
             held = (index >= block * tile) & (index < (block + 1) * tile)
             for names in (("k", "v"), ("v",), ("k",)):
                 what = " and ".join(names)
-                words = (
-                    f"a stale block: tile {block} of {tile} keys reads the {what} of the tile "
-                    "before it"
-                )
+                words = f"a stale block: tile {block} of {tile} keys reads the {what} of the tile "
                 source = torch.where(held, index - tile, index)
-                yield _all_or_nothing("stale", words, formula, source=source, sources=names)
+                yield _all_or_nothing(
+                    "stale",
+                    f"{words}before it",
+                    formula,
+                    kind=f"{kind} of {tile}, {what}",
+                    source=source,
+                    sources=names,
+                )
 
 
 def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -287,18 +315,21 @@ def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
     group = heads // kv_heads
     right = tuple(h // group for h in range(heads))
     maps = {
-        tuple(h % kv_heads for h in range(heads)),
-        (0,) * heads,
-        tuple((g + 1) % kv_heads for g in right),
-        tuple(kv_heads - 1 - g for g in right),
-        tuple(min(h, kv_heads - 1) for h in range(heads)),
+        "all the first": (0,) * heads,
+        "no more than there are": tuple(min(h, kv_heads - 1) for h in range(heads)),
+        "in turn": tuple(h % kv_heads for h in range(heads)),
+        "the next": tuple((g + 1) % kv_heads for g in right),
+        "from the last": tuple(kv_heads - 1 - g for g in right),
     }
-    for wrong in sorted(maps - {right}):
+    for kind, wrong in maps.items():
+        if wrong == right:
+            continue
         head = next(h for h in range(heads) if wrong[h] != right[h])
         words = f"GQA mapping: head {head} reads kv head {wrong[head]}, and must read {right[head]}"
-        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong)
+        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong, kind=kind)
         words += ", though dk and dv are summed over the right heads"
-        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong, sums_right=True)
+        kind = f"{kind}, sums right"
+        yield _all_or_nothing("GQA", words, formula, kv_heads=wrong, sums_right=True, kind=kind)
     if heads > 1:
         before = torch.tensor([*range(heads - 1), heads - 2])
         for names in (("q", "dout"), ("q",)):
@@ -315,10 +346,12 @@ def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:
         for words, weight in sums.items():
             weights = tuple(weight(h % group) for h in range(heads))
             wrong = formula.with_(group=weights)
-            yield from _of_dk_dv(where, "GQA", f"are of {words}: GQA", wrong)
+            yield from _of_dk_dv(where, "GQA", f"are of {words}: GQA", wrong, words)
 
 
-def _of_dk_dv(where: Reference, noun: str, words: str, wrong: Formula) -> Iterator[Mistake]:
+def _of_dk_dv(
+    where: Reference, noun: str, words: str, wrong: Formula, kind: str
+) -> Iterator[Mistake]:
     """Yield a mistake of the sums of dk and dv, as one of both and of either alone."""
 
     results = functools.cache(wrong.results)
@@ -327,8 +360,9 @@ def _of_dk_dv(where: Reference, noun: str, words: str, wrong: Formula) -> Iterat
         return lambda: where.golden | {name: results()[name] for name in names}
 
     for names in (("dk", "dv"), ("dk",), ("dv",)):
-        said = f"the sums of {' and '.join(names)} {words}"
-        yield Mistake(noun=noun, words=said, results=some(names))
+        which = " and ".join(names)
+        said = f"the sums of {which} {words}"
+        yield Mistake(noun=noun, words=said, results=some(names), kind=f"{which} {kind}")
 
 
 def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
@@ -410,19 +444,20 @@ def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
             results=lambda name=name: {**golden, name: torch.zeros_like(golden[name])},
         )
     count = len(queries)
-    missed = {
-        "miss the last query": queries == count - 1,
-        "miss the first query": queries == 0,
-    }
+    missed = [
+        ("miss the last query", "", queries == count - 1),
+        ("miss the first query", "", queries == 0),
+    ]
     for tile in _TILES:
         last = (count - 1) // tile * tile
-        missed[f"miss the tail, the last tile of queries, from {last} on"] = queries >= last
+        words = f"miss the tail, the last tile of queries, from {last} on"
+        missed.append((words, f"miss the last tile of {tile}", queries >= last))
         words = f"have the last tile of {tile} queries alone: written, not added"
-        missed[words] = queries < last
-    for words, without in missed.items():
+        missed.append((words, "", queries < last))
+    for words, kind, without in missed:
         if without.any() and not without.all():
             wrong = formula.with_(dkv_queries=~without)
-            yield from _of_dk_dv(where, "queries", words, wrong)
+            yield from _of_dk_dv(where, "queries", words, wrong, kind or words)
     keys = torch.arange(where.cell.shape.key_len)
     for tile in _TILES:
         # the last tile of keys that a tile of queries attends

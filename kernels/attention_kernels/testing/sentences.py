@@ -13,6 +13,7 @@ __all__ = [
     "excess_sentence",
     "factor_in_words",
     "heads_in_words",
+    "listed",
     "numbers_in_words",
     "outward_in_words",
     "refusals_in_words",
@@ -21,12 +22,15 @@ __all__ = [
 ]
 
 
+def listed(words: Sequence[str]) -> str:
+    """Return "dq", "dq and dk" or "out, dq and dk"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
 def numbers_in_words(numbers: Sequence[int], most: int = 4) -> str:
     """Return "63", "63 and 127" or "63, 127, 191, ..."."""
     words = [str(number) for number in numbers]
-    if len(words) > most:
-        return ", ".join(words[:3]) + ", ..."
-    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+    return ", ".join(words[:3]) + ", ..." if len(words) > most else listed(words)
 
 
 def factor_in_words(gain: float, error: float) -> str:
@@ -104,10 +108,15 @@ def _are_those_with(traits: Iterable[str], failing: set[Cell], healthy: set[Cell
     )
 
 
+_EMPTY_ROWS = "only where a row attends no key"
+_HIDDEN_DIVISION = (
+    ". So it is where a `where` keeps 0 / 0 out of the result: the backward divides all the same. "
+    "Divide such a row by 1"
+)
 _TRAITS: dict[str, Callable[[Cell], bool]] = {
     "only where v's head_dim is not q's": lambda cell: cell.shape.value_dim is not None,
     "only with a single query, as in generation": lambda cell: cell.shape.query_len == 1,
-    "only where a row attends no key": lambda cell: not bool(cell.visible().any(-1).all()),
+    _EMPTY_ROWS: lambda cell: not bool(cell.visible().any(-1).all()),
     "only where query_len != key_len": lambda cell: cell.shape.query_len != cell.shape.key_len,
     "only where a scale is given": lambda cell: cell.scale is not None,
     "only on strided inputs, which are not contiguous": lambda cell: bool(cell.strided),
@@ -127,14 +136,25 @@ _TRAITS: dict[str, Callable[[Cell], bool]] = {
 }
 
 
-def breach_sentence(breach: Breach, failing: Sequence[Cell], cells: Collection[Cell]) -> str:
-    """Return a breach's sentence with how many of `cells` have it, and which if not all."""
+def breach_sentence(
+    breach: Breach, failing: Sequence[Cell], cells: Collection[Cell], right: Sequence[str] = ()
+) -> str:
+    """Return a breach's sentence with how many of `cells` have it, and which if not all.
+
+    `right` are the results with which nothing is wrong, which is said beside values that are none.
+    """
+    values = breach.kind in ("NaN", "infinity")
+    others = f"; {listed(right)} {'are' if len(right) > 1 else 'is'} right" if right else ""
     if len(failing) == len(cells):
-        return f"{breach.sentence}, in every cell"
+        return f"{breach.sentence}, in every cell{others if values else ''}"
     # a kernel that lacks two features raises at either
     common = where_in_words(failing, cells, traits=2 if breach.kind == "raises" else 1)
     told = f"{breach.sentence}, in {len(failing)} of {len(cells)} cells, e.g. {failing[0]}"
     told += f", {common}" if common else ""
+    if values:
+        told += others
+    if breach.kind == "NaN" and common == _EMPTY_ROWS and "out" in right:
+        told += _HIDDEN_DIVISION
     allowed = "; what it does not support it may refuse by NotImplementedError"
     return told + (allowed if breach.may_refuse else "")
 

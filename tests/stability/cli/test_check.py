@@ -82,6 +82,22 @@ def test_of_how_far_a_result_errs_one_line_is_printed_and_none_that_is_said_abov
     ]
 
 
+def test_what_follows_from_a_mistake_is_one_line_where_all_does(capsys):
+    def found(what, noun, sentence, dtypes, follows=None):
+        return Finding(what=what, noun=noun, sentence=sentence, dtypes=dtypes, follows=follows)
+
+    both, findings = ("bf16", "fp32"), []
+    findings.append(found("diagnosis", "mask", "the mask is off", both))
+    findings.append(found("row", "out", "out errs", both, follows=True))
+    findings.append(found("gain", "dv", "not explained by that: dv is off", ("fp32",), False))
+    _print(CheckReport(name="mine", dtypes=both, cells=2, findings=tuple(findings)))
+    assert capsys.readouterr().out.splitlines() == [
+        "mine FAILS at bf16, fp32: the mask is off",
+        "  fp32: not explained by that: dv is off",
+        "  bf16: all else that is too large follows from that",
+    ]
+
+
 def test_what_the_inputs_are_that_a_finding_names_is_told_once(capsys):
     report = CheckReport(
         name="mine",

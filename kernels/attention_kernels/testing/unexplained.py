@@ -1,0 +1,109 @@
+"""What is too large still, once the results of a mistake that was found are taken for right.
+
+A mistake that is named in one small cell is made in every cell that a check has looked at, and each
+result is measured against what the mistake computes there, or, in a head that is closer to what is
+right, against that. What is beyond a limit then does not follow from the mistake: another one
+stands beside it. Rounding is allowed for as plain attention has it, larger where the mistake's own
+results are larger.
+
+Leaves out which mistake it is (`diagnosis`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from attention_kernels.formats import FORMATS, input_format
+from attention_kernels.testing.cells import Reference
+from attention_kernels.testing.golden_faults import spacing
+from attention_kernels.testing.limits import Excess, excesses
+from attention_kernels.testing.measured import Measured, measure
+from attention_kernels.testing.mistakes import Mistake, mistakes
+
+__all__ = ["unexplained"]
+
+_SURELY = 5.0
+"""Limits that an excess must have to be left: a mistake has roundings that no right attention has,
+e.g. of weights above 1 in the backward."""
+_OVERFLOWS = 1e6
+"""Times the norm of the right row beyond which a value says nothing, nor below a part of it."""
+
+
+def unexplained(
+    mistake: Mistake, size: float, found: Sequence[Excess], measured: Sequence[Measured]
+) -> tuple[Excess, ...]:
+    """Return the excesses of one dtype that a mistake of this `size` leaves, the worst first.
+
+    `found` are those without it. In cells of which none was beyond a limit nothing is computed.
+    """
+    failing = {id(one.where) for excess in found for one in excess.evidence}
+    made: dict[int, Reference] = {}
+    beside = []
+    for one in measured:
+        where = one.where
+        if id(where) in failing:
+            if id(where) not in made:
+                made[id(where)] = _with_mistake(where, mistake, size)
+            wrong = measure(made[id(where)], one.result, one.values)
+            one = _closer(one, wrong)
+        beside.append(one)
+    left = excesses(beside, input_format(measured[0].where.dtype))
+    return tuple(excess for excess in left if excess.excess() > _SURELY)
+
+
+def _with_mistake(where: Reference, mistake: Mistake, size: float) -> Reference:
+    """Return the cell with the mistake's results as what is right; itself if it has no such one."""
+    made = next((other for other in mistakes(where) if mistake.is_that(other)), None)
+    if made is None:
+        return where
+    golden = where.golden | _results(made, size, where)
+    baseline, floor = {}, {}
+    for name, right in where.golden.items():
+        wrong = golden[name]
+        # rounding is of the size of what is rounded
+        larger = (_norms(wrong) / _norms(right).clamp(min=1e-300)).clamp(1.0, 1e6)
+        error = where.baseline[name].double() - right
+        error = error.masked_fill(where.baseline[name] == right, 0.0)
+        baseline[name] = wrong + error * larger
+        format = FORMATS["fp32" if name == "lse" else input_format(where.dtype)]
+        rounding = spacing(wrong.nan_to_num(0, 0, 0), format).square() / 12
+        floor[name] = torch.maximum(where.floor[name] * larger.square(), rounding)
+        # what overflows, as exp of hidden scores in a backward, is as no formula has it, and where
+        # next to nothing is left, terms that cancel err by more than what is left
+        has, had = _norms(wrong), _norms(right)
+        silent = (wrong.abs() > _OVERFLOWS * had) | (has < had / _OVERFLOWS)
+        floor[name] = floor[name].masked_fill(silent, math.inf)
+    return replace(where, golden=golden, baseline=baseline, floor=floor)
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Return the norm of each row of what is finite, with an axis of 1."""
+    return x.nan_to_num(0, 0, 0).square().sum(-1, keepdim=True).sqrt()
+
+
+def _results(made: Mistake, size: float, where: Reference) -> dict[str, Tensor]:
+    if made.results is not None:
+        return made.results()
+    if made.at is not None:
+        return made.at(size)
+    assert made.direction is not None
+    return {name: where.golden[name] + size * x for name, x in made.direction().items()}
+
+
+def _closer(right: Measured, wrong: Measured) -> Measured:
+    """Return the measurements of the two references, of each head the one that is closer to it."""
+    far, near = (one.squared_errors / right.row_noise() for one in (right, wrong))
+    takes_BH = near.sum(-1) < far.sum(-1)
+    chosen = {
+        field.name: torch.where(
+            takes_BH.reshape(*takes_BH.shape, *[1] * (getattr(right, field.name).dim() - 2)),
+            getattr(wrong, field.name),
+            getattr(right, field.name),
+        )
+        for field in fields(Measured)
+        if field.name not in ("where", "result", "values")
+    }
+    return replace(right, **chosen)

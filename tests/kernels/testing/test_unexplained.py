@@ -1,0 +1,161 @@
+"""What follows from a mistake is told apart from what does not, and alike mistakes by all cells."""
+
+import pytest
+import torch
+
+from attention_kernels import baseline_attention
+from attention_kernels.testing import Shape, check_attention
+from attention_kernels.testing.cells import QUICK, Cell
+from tests.kernels.testing.checked import FEW, plain, quick
+
+FEW_LAWS = [x for x in QUICK if x.law in ("normal", "outliers") and x.shape.query_len < 130]
+
+WITH_EMPTY = [FEW[1], Cell(law="normal", shape=Shape(2, 2, 2, 70, 40, 32), causal=True)]
+
+
+def leaky(q, k, v, *, causal, scale=None):
+    """Attention in which row i sees key i + 1."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        scores = scores.masked_fill(~visible.tril(k.shape[2] - q.shape[2] + 1), -torch.inf)
+    return scores.float().softmax(-1).nan_to_num(0).to(q.dtype) @ v
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return ctx.factor * dx, None
+
+
+def told(report, follows):
+    return [(x.what, x.noun) for x in report.findings if x.follows is follows]
+
+
+def test_all_that_one_mistake_makes_follows_from_it():
+    report = quick(leaky, cells=FEW_LAWS)
+    assert "row i see key i+1" in report.sentence
+    assert {noun for _, noun in told(report, True)} >= {"out", "dv"}
+    assert not told(report, False)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_second_mistake_does_not_follow_from_the_first(dtype):
+    def both(q, k, v, *, causal, scale=None):
+        return leaky(q, k, _Scaled.apply(v, 1.05), causal=causal, scale=scale)
+
+    report = quick(both, dtype, cells=FEW_LAWS)
+    assert "row i see key i+1" in report.sentence
+    assert {noun for _, noun in told(report, False)} == {"dv"}
+    assert {noun for _, noun in told(report, True)} >= {"out", "dv"}
+    (gain,) = (x for x in report.findings if x.follows is False and x.what == "gain")
+    assert gain.value == pytest.approx(0.05, abs=0.003)
+    assert gain.sentence.startswith("not explained by that: dv is 1.0")
+
+
+def test_a_mistake_in_one_head_alone_leaves_what_is_wrong_in_another():
+    def uneven(q, k, v, *, causal, scale=None):
+        out = leaky(q, k, v, causal=causal, scale=scale)
+        return torch.cat([out[:, :-1], 0.9 * out[:, -1:]], 1)
+
+    assert "out" in {noun for _, noun in told(quick(uneven, cells=FEW_LAWS), False)}
+
+
+def test_a_mistake_of_one_head_is_not_sought_in_others():
+    def first_head(q, k, v, *, causal, scale=None):
+        wrong = leaky(q[:, :1], k[:, :1], v[:, :1], causal=causal, scale=scale)
+        return torch.cat([wrong, plain(q[:, 1:], k[:, 1:], v[:, 1:], causal=causal)], 1)
+
+    cells = [Cell(law="normal", shape=Shape(2, 2, 2, 70, 70, 32), causal=True)]
+    report = quick(first_head, cells=cells)
+    assert "row i see key i+1, in head 0 alone" in report.sentence
+    assert told(report, True)
+    assert not told(report, False)
+
+
+def test_of_mistakes_that_are_alike_in_one_cell_the_one_of_all_cells_is_named():
+    def without_tail(q, k, v, *, causal, scale=None):
+        # of 65 keys the tail is the last key, of 70 the last six
+        keys = k.shape[2] // 16 * 16
+        return baseline_attention(q, k[:, :, :keys], v[:, :, :keys], scale=scale)
+
+    # mistakes are laid beside the first, which has a row for each and more keys
+    full = [Shape(2, 2, 2, 65, 65, 32), Shape(2, 2, 2, 50, 70, 32)]
+    cells = [Cell(law="normal", shape=shape, causal=False) for shape in full]
+    said = quick(without_tail, "fp32", cells=cells).sentence
+    assert "the last tile of 16 keys that is not full" in said
+    assert "the last key is missed" not in said
+
+
+def test_the_same_mistake_in_other_places_of_another_cell_is_known_again():
+    def misses(q, k, v, *, causal, scale=None):
+        kept = torch.arange(k.shape[2]) % 32 != 31
+        hidden = v * kept[:, None]
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        if causal:
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            scores = scores.masked_fill(~visible.tril(k.shape[2] - q.shape[2]), -torch.inf)
+        return scores.masked_fill(~kept, -torch.inf).float().softmax(-1).to(q.dtype) @ hidden
+
+    shapes = [Shape(2, 2, 2, 65, 65, 32), Shape(2, 2, 2, 140, 140, 32)]
+    cells = [Cell(law="normal", shape=shape, causal=True) for shape in shapes]
+    report = quick(misses, "fp32", cells=cells)
+    assert "the last key of each tile of 32" in report.sentence
+    assert told(report, True)
+    assert not told(report, False)
+
+
+def hiding(q, k, v, *, causal, scale=None, least=0.0):
+    """Attention whose rows without keys are 0 by `where`, after a division by `least` or more."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        scores = scores.masked_fill(~visible.tril(k.shape[2] - q.shape[2]), -torch.inf)
+    largest = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - largest.masked_fill(largest == -torch.inf, 0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total == 0, 0, weights / total.clamp(min=least) @ v)
+
+
+def test_nan_in_a_gradient_says_what_is_right_and_what_to_do_which_helps():
+    said = quick(hiding, "fp32", cells=WITH_EMPTY).sentence
+    assert "NaN in dv in every key, in 1 of 2 cells" in said
+    assert "; out, dq and dk are right. So it is where a `where` keeps 0 / 0" in said
+
+    def divided(*args, **options):
+        return hiding(*args, **options, least=1.0)
+
+    assert quick(divided, "fp32", cells=WITH_EMPTY).passed
+
+
+def test_nan_in_a_gradient_says_nothing_of_results_that_are_off():
+    def off(q, k, v, *, causal, scale=None):
+        return hiding(q, k, v, causal=causal, scale=scale) * 1.01
+
+    said = quick(off, "fp32", cells=WITH_EMPTY).sentence
+    assert "NaN in dv" in said
+    assert " right" not in said
+
+
+def test_what_is_right_is_said_of_the_dtypes_it_is_right_in():
+    def of_bf16(q, k, v, *, causal, scale=None):
+        factor = 1.1 if q.dtype == torch.bfloat16 else 1.0
+        return hiding(_Scaled.apply(q, factor), k, v, causal=causal, scale=scale, least=1.0)
+
+    def also_nan(q, k, v, *, causal, scale=None):
+        nan = torch.nan if q.shape[2] > k.shape[2] else 1.0
+        return of_bf16(q, k, _Scaled.apply(v, nan), causal=causal, scale=scale)
+
+    report = check_attention(also_nan, dtypes=["bf16", "fp32"], cells=WITH_EMPTY)
+    said = {x.dtypes: x.sentence for x in report.findings if x.what == "NaN"}
+    assert "; out and dk are right" in said["bf16",]
+    assert "; out, dq and dk are right" in said["fp32",]
