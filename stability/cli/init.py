@@ -40,6 +40,7 @@ STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _A_REFERENCE = "a reference"
 _A_MILDER = "a milder broken arm"
+_A_LOSS = "a held-out loss"
 _NO_PROOF = (
     "It is written, but a run that stops so is no proof that harm is seen: give it a value with "
     "which the command trains to its end, only worse"
@@ -162,7 +163,9 @@ def init(
     if instead:
         print_line(f"{to}: in it no step can be judged; instead: {instead}")
     else:
-        _print_next(to, [*_to_fill_in(written), *([_A_MILDER] if stopped else [])], attention)
+        missing = [*_to_fill_in(written), *([_A_MILDER] if stopped else [])]
+        missing += [] if _has_loss(found.resolved) else [_A_LOSS]
+        _print_next(to, missing, attention)
     return HOLDS
 
 
@@ -187,7 +190,7 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
         )
         print_line("  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION")
-    todo = " and ".join(missing)
+    todo = " and ".join(filter(None, [", ".join(missing[:-1]), *missing[-1:]]))
     print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
     if "a candidate" in missing and _A_REFERENCE not in missing:
         print_line("  without a candidate the ladder tells how far the baseline's precision moves")
@@ -196,6 +199,9 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
         print_line("  a reference is the command one precision higher, as FP32 beside BF16 by")
         print_line("  autocast, by one flag of its own, which the script may have to get first;")
         print_line("  without one there is no PASS")
+    if _A_LOSS in missing:
+        print_line("  a held-out loss comes of a function of yours: `held_out` in the study says")
+        print_line("  how; without one there is no PASS")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
     print_line("explained, step by step: stability docs your_own_training")
 

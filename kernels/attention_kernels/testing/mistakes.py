@@ -300,14 +300,9 @@ def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
                 what = " and ".join(names)
                 words = f"a stale block: tile {block} of {tile} keys reads the {what} of the tile "
                 source = torch.where(held, index - tile, index)
-                yield _all_or_nothing(
-                    "stale",
-                    f"{words}before it",
-                    formula,
-                    kind=f"{kind} of {tile}, {what}",
-                    source=source,
-                    sources=names,
-                )
+                wrong, of = formula.with_(source=source, sources=names), f"{kind} of {tile}, {what}"
+                words += "before it"
+                yield Mistake(noun="stale", words=words, results=wrong.results, kind=of)
 
 
 def _heads(where: Reference, formula: Formula) -> Iterator[Mistake]:

@@ -31,8 +31,9 @@ def test_arms_that_are_given_are_written_tried_and_not_asked_for_again(
     words = ["--candidate", "--lr=0.02", "--broken=lr=0.1", "--", *PLAIN, "--seed", "0"]
     assert code_of("init", *words, "--lr", "0.01", "--bf16") == 0
     said = capsys.readouterr().out
-    assert "fill in" not in said
-    assert "study.yaml: stability run study.yaml" in said
+    # the script evaluates nothing
+    assert "study.yaml: fill in a held-out loss, then: stability run study.yaml" in said
+    assert "`held_out` in the study says" in said
     arms = expand_commands(load_command_study(tmp_path / "study.yaml"))
     assert [(arm.name, arm.role, arm.config.flags) for arm in arms[:4]] == [
         ("baseline", "baseline", {"lr": 0.01, "bf16": True}),
@@ -41,7 +42,7 @@ def test_arms_that_are_given_are_written_tried_and_not_asked_for_again(
         ("broken", "broken", {"lr": 0.1, "bf16": True}),
     ]
     assert code_of("init", "--to", "b.yaml", "--broken", "lr=1", "--", *PLAIN, "--seed", "0") == 0
-    assert "fill in a candidate and a reference, then: stability run" in capsys.readouterr().out
+    assert "fill in a candidate, a reference and a held-out loss, then: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,9 @@ def test_a_broken_arm_that_stops_in_its_trial_is_written_and_told(
     assert "the broken arm stopped in its trial, --broken: `" in said
     assert "the command ended with exit code 1: FloatingPointError: loss is nan. It is" in said
     assert "It is written, but a run that stops so is no proof that harm is seen: give it a" in said
-    assert "fill in a candidate and a reference and a milder broken arm, then: stability" in said
+    assert (
+        "fill in a candidate, a reference, a milder broken arm and a held-out loss, then: " in said
+    )
     arms = {arm.role: arm for arm in expand_commands(load_command_study(tmp_path / "study.yaml"))}
     assert arms["broken"].config.flags == {"lr": 9}
 

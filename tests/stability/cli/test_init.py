@@ -331,7 +331,7 @@ def test_a_reference_that_can_not_be_paired_is_left_to_be_filled_in(
     said = capsys.readouterr().out
     assert "no reference is written: " in said
     assert "starts from other weights, or another dtype" in said
-    assert "fill in a candidate and a reference and a broken arm" in said
+    assert "fill in a candidate, a reference, a broken arm and a held-out loss" in said
     source = (tmp_path / "train.py").read_text().replace('["bfloat16", "float32"]', '["bfloat16"]')
     (tmp_path / "train.py").write_text(source.replace('default="float32"', 'default="bfloat16"'))
     assert code_of("init", "--to", "b.yaml", "--", *words) == 0
@@ -344,7 +344,7 @@ def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     monkeypatch.chdir(tmp_path)
     assert code_of("init", "--", *PLAIN, "--seed", "0", "--bf16") == 0
     said = capsys.readouterr().out
-    assert "study.yaml: fill in a candidate and a broken arm, then: stability run" in said
+    assert "study.yaml: fill in a candidate, a broken arm and a held-out loss, then: " in said
     assert "how long that takes, and what a PASS lacks: stability estimate study.yaml" in said
     written = (tmp_path / "study.yaml").read_text()
     assert "\n  # held_out: losses:loss\n" in written
