@@ -240,6 +240,21 @@ def test_a_tile_that_wastes_the_chip_breaks_the_budget(bench, kernel, tile, why)
         assert_within_budget(bench.static.read(kernel, 64, tile=tile), 64)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_forward_is_at_the_tutorials_estimate_in_the_tutorials_tile(bench, head_dim):
+    if triton.__version__ != "3.7.1":
+        pytest.skip(f"the tutorial was not read with Triton {triton.__version__}")
+    theirs = bench.static.PEERS["forward", head_dim][0]
+    ours = bench.static.in_tutorial_tile(head_dim)
+    assert ours.tile == theirs.tile
+    assert ours.spills == 0
+    tflops = bench.static.estimate("forward", [ours], head_dim, overlapped=False)
+    assert tflops >= theirs.tflops - 0.5  # which is rounded to one
+    shipped = bench.static.read("forward", head_dim)
+    assert bench.static.estimate("forward", [shipped], head_dim, overlapped=False) < tflops
+
+
 def assert_within_budget(found, head_dim):
     budgets = BUDGETS.get(triton.__version__)
     if budgets is None:
