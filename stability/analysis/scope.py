@@ -17,8 +17,8 @@ __all__ = ["scope_of"]
 def scope_of(study: RecordedStudy) -> str:
     """Return a clause of the baseline's run: trained values, length of sequences, updates, device.
 
-    What is not on record is left out, as of a command the length, and its device where there is a
-    GPU; empty if no run is.
+    What is not on record is left out, as of a command its device where there is a GPU; in place of
+    the length it tells of one how many keys an attention had that was replaced. Empty if no run is.
     """
     baseline = study.arm(BASELINE)
     runs = list(baseline.runs.values()) if baseline else []
@@ -31,8 +31,20 @@ def scope_of(study: RecordedStudy) -> str:
     context = model.get("context") if isinstance(model, Mapping) else None
     if isinstance(context, int) and not is_command(study.base):
         parts.append(f"sequences of {context:,} tokens")
+    if is_command(study.base) and (keys := _keys(study)):
+        parts.append(f"attention over {keys} keys")
     device = _device(study.base, run.manifest.environment)
     return ", ".join([*parts, f"{study.steps:,} updates", *([device] if device else [])])
+
+
+def _keys(study: RecordedStudy) -> str:
+    """Return how many keys the replaced calls had; empty if of a candidate nobody knows."""
+    runs = [run.manifest for arm in study.candidates for run in arm.runs.values() if run.manifest]
+    told = [run.resolved["keys"] for run in runs if "keys" in run.resolved]
+    if not told or len(told) < len(runs):
+        return ""
+    least, most = min(each[0] for each in told), max(each[1] for each in told)
+    return f"{least:,} to {most:,}" if least < most else f"{most:,}"
 
 
 def _device(base: Mapping[str, Any], environment: Mapping[str, Any]) -> str:

@@ -345,6 +345,7 @@ def _seen(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
         "untold": list(spooled.untold),
         "doubts": list(spooled.doubts),
         "start_parts": dict(spooled.start_parts),
+        **({"keys": spooled.attention["keys"]} if spooled.attention.get("keys") else {}),
         "notes": [
             *spooled.notes,
             *_snapshot_notes(run, spooled),

@@ -17,7 +17,7 @@ import inspect
 import sys
 from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, Callable, ContextManager, Dict, Optional, Set
+from typing import Any, Callable, ContextManager, Dict, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class ReplacedCalls:
         self.name = name
         self.count = self.untrained = 0
         """Calls that can be back-propagated, and others, as of a teacher or an evaluation."""
+        self.keys: Tuple[int, int] = (0, 0)
+        """The fewest and the most keys of those that can be back-propagated, outside of graphs."""
         self.original: Optional[Callable[..., Tensor]] = None
         """PyTorch's own function."""
         self.is_watched = False
@@ -128,11 +130,22 @@ class ReplacedCalls:
 
     def told(self) -> Dict[str, Any]:
         """Return what the record's end says of it."""
+        # of a graph that was compiled nobody knows with which lengths it ran
+        keys = list(self.keys) if self.keys[1] and not self.traced else None
         return {
             "replaced": self.count,
             "compiled": self.traced,
             "without_gradient": self.untrained,
+            **({"keys": keys} if keys else {}),
         }
+
+    def add(self, key: Any) -> None:
+        """Tell of a call of these keys that can be back-propagated."""
+        self.count += 1
+        if isinstance(key, Tensor) and key.dim() > 1:
+            keys = int(key.shape[-2])
+            least, most = self.keys
+            self.keys = (min(least or keys, keys), max(most, keys))
 
     @property
     def traced(self) -> int:
@@ -171,7 +184,7 @@ def replace_attention(name: str) -> ReplacedCalls:
             # an instrument watches calls of torch's functions: this one stands for one of them
             return handle_torch_function(replaced, args, *args, **kwargs)
         elif _trains(args, kwargs):
-            calls.count += 1
+            calls.add(args[1] if len(args) > 1 else kwargs.get("key"))
             if torch._C._current_graph_task_id() == -1:
                 calls.callers.add(_caller())
         else:

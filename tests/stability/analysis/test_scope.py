@@ -47,6 +47,22 @@ def test_the_length_of_the_sequences_is_told_of_our_own_models(tmp_path):
     assert "tokens" not in scope_of(replace(study, base=command)), "a script has its own"
 
 
+def test_of_a_script_the_keys_of_the_replaced_attention_are_told(tmp_path):
+    write_synthetic(tmp_path)
+    study = read_study(tmp_path)
+    command = replace(study, base={**study.base, "program": "python a.py"})
+    runs = [run for arm in study.candidates for run in arm.runs.values()]
+    assert len(runs) > 1
+    for run in runs:
+        run.manifest.resolved["keys"] = [1024, 1024]
+    assert f"attention over 1,024 keys, {STEPS:,} updates" in scope_of(command)
+    assert "keys" not in scope_of(study), "our own model has a context"
+    runs[0].manifest.resolved["keys"] = [17, 128]
+    assert "attention over 17 to 1,024 keys" in scope_of(command)
+    del runs[-1].manifest.resolved["keys"]
+    assert "keys" not in scope_of(command), "of one candidate nobody knows"
+
+
 def test_the_verdict_ends_with_what_was_tried(tmp_path, capsys):
     """A kernel that is wrong at other lengths has not been tried at them."""
     write_synthetic(tmp_path)

@@ -54,6 +54,8 @@ def test_an_attention_takes_the_place_of_the_scripts_own(
         assert study.record(arm, options=("--attention", name)) == 0
         assert f"4 attention calls were replaced by {name}" in capsys.readouterr().out
         assert study.manifest(arm).axis == "attention"
+        assert study.manifest(arm).resolved["keys"] == [32, 32]
+    assert "keys" not in study.manifest("baseline").resolved
     # causality as it was asked for, and rounding alone
     assert 0 < study.drift("math")[4] < 1e-6
     assert 0 < study.drift("mine")[4] < 1e-6
@@ -148,6 +150,22 @@ def test_what_an_attention_computes_once_more_for_its_gradients_is_pytorchs_own(
     for x, wanted in zip(given, expected, strict=True):
         torch.testing.assert_close(x.grad, wanted)
     assert calls.count == 1 + is_checkpointed
+
+
+def test_the_fewest_and_the_most_keys_of_what_trains_are_told(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", ATTENTION)
+    calls = replace_attention("sdpa:math")
+    assert "keys" not in calls.told(), "there was no call"
+    for keys, trains in ((8, True), (5, True), (12, True), (90, False), (2, False)):
+        q, k = (torch.randn(1, 2, n, 4, requires_grad=trains) for n in (3, keys))
+        functional.scaled_dot_product_attention(q, k, value=k)
+    assert calls.told()["keys"] == [5, 12]
+    functional.scaled_dot_product_attention(query=q, key=k.requires_grad_(), value=k)
+    assert calls.told()["keys"] == [2, 12]
+    monkeypatch.setattr(type(calls), "traced", 1)
+    assert "keys" not in calls.told(), "of a graph they are not known"
 
 
 @pytest.mark.slow
@@ -255,6 +273,7 @@ def test_it_is_replaced_inside_a_compiled_graph_too(
     said = f"0 attention calls were replaced by {attention}, and 1 in compiled graphs"
     assert said in capsys.readouterr().out
     assert study.manifest("swapped").observer["equal"] is True, "observing changes no bit"
+    assert "keys" not in study.manifest("swapped").resolved, "a graph's are not known"
     assert study.record("again", options=swapped) == 0
     finals = [study.manifest(arm).hashes["final_weights"] for arm in ("swapped", "again")]
     assert finals[0] == finals[1], "A/A"
@@ -374,7 +393,8 @@ def test_a_causal_call_with_more_keys_than_queries_is_pytorchs_own_or_refused(
     if name == "sdpa:math":
         right = own(q, kv, kv, is_causal=True)
         assert torch.allclose(swapped(q, kv, kv, is_causal=True), right, atol=1e-6)
-        assert calls.told() == {"replaced": 1, "compiled": 0, "without_gradient": 0}
+        told = {"replaced": 1, "compiled": 0, "without_gradient": 0, "keys": [6, 6]}
+        assert calls.told() == told
         return
     with pytest.raises(ValueError, match="a causal mask over more or fewer keys than queries"):
         swapped(q, kv, kv, is_causal=True)
