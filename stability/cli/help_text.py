@@ -65,7 +65,10 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHe
     def _get_help_string(self, action: argparse.Action) -> str:
         if "help" in action.dest and action.nargs == 0:
             return "show this help and exit"
-        said = (action.help or "").rstrip(".")
+        said = action.help or ""
+        said = said if said.endswith("...") else said.rstrip(".")
+        if action.default is True and action.option_strings:
+            return f"{said}; on, unless {_spelt(action)} false"
         # percent signs would be filled in by argparse
         default = str(action.default).replace("%", "%%")
         is_given = action.default not in (None, "", False, 0, argparse.SUPPRESS)
@@ -76,7 +79,7 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHe
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return action.dest.upper()
-        option = max(action.option_strings, key=len).replace("_", "-")
+        option = _spelt(action)
         words = _choices(action)
         if action.nargs == 0 or words == ("true", "false"):
             return option
@@ -90,6 +93,11 @@ class HelpFormatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHe
             elif getattr(action, "_typehint", None) in PLAIN_WORDS:
                 places.append(f"[{action.dest.upper()}]")
         return f"usage: {' '.join([self._prog, *places, '[options]'])}\n\n"
+
+
+def _spelt(action: argparse.Action) -> str:
+    """Return an option as it is typed."""
+    return max(action.option_strings, key=len).replace("_", "-")
 
 
 def _choices(action: argparse.Action) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ def test_help_is_for_people_and_fits(verb, help_of):
         "{true,false}",
         "null",
         "_TEXT",
+        "True",
+        "False",
     ):
         assert word not in text, word
     assert text.startswith(f"usage: stability {verb}")
@@ -87,3 +89,14 @@ def test_what_an_option_takes_is_said_by_a_word_or_its_choices(help_of):
         assert line in text
     assert "(default: runs)" in text
     assert "(default: 0)" not in text
+
+
+def test_of_a_switch_that_is_on_the_help_says_how_it_is_turned_off(help_of):
+    said = " ".join(help_of("record").split())
+    assert "deterministic algorithms; on, unless --deterministic false" in said
+    assert parsed(["record", "--deterministic", "false"])["deterministic"] is False
+    assert "--check-observer false" not in said, "it is off"
+
+
+def test_a_list_that_goes_on_ends_in_its_dots(help_of):
+    assert "error_ratio, gain, ..." in " ".join(help_of("figure").split())
