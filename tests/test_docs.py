@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.pages import blocks_for
 
@@ -78,3 +79,16 @@ def test_the_readme_counts_what_the_records_of_experiments_decide():
     readme = (ROOT / "README.md").read_text()
     assert f"what {len(records)} published claims state" in readme
     assert f"| {said} |" in readme
+
+
+def test_each_paper_whose_claim_an_experiment_tests_is_to_be_cited():
+    sources = [path.read_text() for path in (ROOT / "experiments").glob("*.py")]
+    named = {
+        number
+        for text in sources
+        for number in re.findall(r"^Source: [^\n]*arXiv (\d{4}\.\d{5})", text, re.MULTILINE)
+    }
+    assert len(named) >= 5
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
+    assert {each["url"].rpartition("/")[2] for each in cited} == named
+    assert all(each["title"] and each["authors"] and each["year"] for each in cited)
