@@ -16,6 +16,7 @@ import torch
 from attention_kernels.testing.fault_names import FAULT_NAMES
 from stability.analysis.pair_contract import recorded_axis
 from stability.config.attentions import IMPLEMENTATIONS
+from stability.config.command_study import CommandTrain
 from stability.config.commands import check_held_out, is_command, training_config
 from stability.config.convert import Place, nearest, to_dict
 from stability.config.diff import diff
@@ -208,6 +209,9 @@ def _length(base: Mapping[str, Any], asked: Asked) -> tuple[int, list[int]]:
     Those of the study's first run are the plan. ValueError where others are asked for.
     """
     if not base:
+        if asked.steps and not asked.snapshot_steps:
+            # written down: a ladder reads an early step among those that are planned
+            return asked.steps, CommandTrain(steps=asked.steps).planned_snapshots()[1:]
         return asked.steps, list(asked.snapshot_steps)
     planned = base["train"]
     for name, now in (("steps", asked.steps), ("snapshot_steps", list(asked.snapshot_steps))):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stability
+from stability.analysis.ladder import ladder_of
 from stability.analysis.study_records import read_study
 from stability.config.commands import call_training
 from stability.recorder.spooled import has_ended
@@ -76,6 +77,18 @@ def test_an_arm_ends_where_its_baseline_did(train: Train, tmp_path: Path) -> Non
     assert manifest_of(tmp_path, "longer").step == 4
     train("steps", updates=9, lr=0.3, steps=4)
     assert manifest_of(tmp_path, "steps").state == "finished"
+
+
+@pytest.mark.parametrize("given", [{"updates": 6}, {"updates": 9, "steps": 6}])
+def test_what_is_kept_unasked_is_planned_so_that_a_ladder_has_an_early_step(
+    given: dict[str, int], train: Train, tmp_path: Path
+) -> None:
+    train(**given)
+    train("lr_x2", lr=0.2, **given)
+    recorded = read_study(tmp_path / "mine")
+    assert recorded.planned_snapshots == recorded.drift_steps == [0, 1, 2, 5, 6]
+    ladder = ladder_of(recorded)
+    assert (ladder.early_step, ladder.last_step) == (1, 6)
 
 
 @pytest.mark.parametrize("watch", [False, True])
