@@ -337,6 +337,7 @@ def _sentence(found: _Findings, test: _LossTest) -> str:
 def _said_of_seeds(found: _Findings) -> str:
     """Return how many seeds were sound, and what that excludes."""
     spikes, count = found.spikes, len(found.differences)
+    seeds = "seed" if count == 1 else "seeds"
     with_spikes = [seed for seed, steps in spikes.candidate.items() if steps]
     if with_spikes:
         seed = with_spikes[0]
@@ -352,13 +353,17 @@ def _said_of_seeds(found: _Findings) -> str:
     if found.blind:
         # of seeds without spikes nothing is known, so only those that are not lost are counted
         rate = _excluded_rate(count, found.alpha)
+        has = "has" if found.blind == 1 else "have"
+        sound = (
+            f"{seeds} that is not lost excludes"
+            if count == 1
+            else f"{seeds} that are not lost exclude"
+        )
         return (
             f"{said}; spikes can't be seen before {WINDOW} losses, and {found.blind} of {count} "
-            f"seeds {'has' if found.blind == 1 else 'have'} no more; {count} seeds that are not "
-            f"lost exclude a rate of lost seeds above {rate:.0%}"
+            f"{seeds} {has} no more; {count} {sound} a rate of lost seeds above {rate:.0%}"
         )
     rate = _excluded_rate(found.clean, found.alpha)
-    seeds = "seed" if count == 1 else "seeds"
     clean = f"{found.clean} of {count} {seeds}" if with_spikes else f"{count} {seeds}"
     exclude = "excludes" if (found.clean if with_spikes else count) == 1 else "exclude"
     return f"{said}; {clean} without fault {exclude} a rate of bad seeds above {rate:.0%}"

@@ -332,6 +332,14 @@ def test_runs_too_short_for_the_spike_rule_do_not_claim_that_there_are_none(blin
     assert _judge(_worse_by(*RIGHT)).figures["spike_blind_seeds"] == 0
 
 
+def test_one_seed_is_told_as_one():
+    """Of a study before its first look, which `stability verdict` shows all the same."""
+    short = {TRAIN_LOSS: dict.fromkeys(range(40), 2.0)}
+    baseline, one = [_run("baseline", 0)], [_run("candidate", 0, **short)]
+    said = _judge(one, baseline=baseline).sentence
+    assert "1 of 1 seed has no more; 1 seed that is not lost excludes a rate" in said
+
+
 def test_a_seed_with_spikes_is_told_beside_those_too_short_to_show_any():
     runs = _worse_by(*RIGHT)
     runs[1] = _run("candidate", 1, spikes=(100,))
