@@ -106,6 +106,12 @@ def test_a_screen_holds_what_was_not_erased(script):
     assert script["screen_of"](written) == "one\ndone\nbar 3\n"
 
 
+def test_the_picture_of_the_answer_ends_where_the_ladder_begins(script):
+    answer = "Why?\n\na PASS\n\narm  operator\n────\na    holds\n\na PASS.\nSee `show\nall`"
+    ladder = "          drift\n\x1b[1marm what changed step 1\x1b[0m\n────\na   \n\ndrift: far"
+    assert script["answer_of"](f"\n{answer}\n\n{ladder}\n") == answer
+
+
 def test_docs_are_renewed_only_from_a_study_that_answers_as_the_readme_says():
     readme = "x\n```text\na PASS\n\narm  3x\n```\n```text\nother\n```\n"
     assert SHOWN["is_of_readme"]("\x1b[1ma PASS\x1b[0m  \n\n arm  3x\nmore\n", readme)

@@ -41,8 +41,6 @@ from tests.stability.report.browser import Browser, launch_browser
 ROOT = Path(__file__).resolve().parents[2]
 
 COLUMNS, ROWS = 80, 50
-FIRST_LINES = 31
-"""Of what `show` prints, those of the answer: what follows is the ladder."""
 FIRST_SCREENS = {400: (800, 1.5), 1280: (800, 1.0), 2000: (1250, 0.6)}
 """By width of the window, its height, and how many pixels of a picture one of its pixels gets."""
 PAPER = (718, 1015)
@@ -186,11 +184,19 @@ def shot_terminal(study: Path, browser: Browser, out: Path) -> None:
     said = in_terminal(["show", study.name], study.parent)
     title = f"stability show runs/{study.name}"
     shot_screen(said, title, "terminal-show", out, browser)
-    answer = "\n".join(said.strip("\n").split("\n")[:FIRST_LINES])
-    shot_screen(answer, title, "terminal-answer", out, browser)
+    shot_screen(answer_of(said), title, "terminal-answer", out, browser)
     arm = "flash_fa2" if (study / "flash_fa2").is_dir() else "candidate"
     said = in_terminal(["show", study.name, arm], study.parent)
     shot_screen(said, f"stability show runs/{study.name} {arm}", "terminal-arm", out, browser)
+
+
+def answer_of(said: str) -> str:
+    """Return what `show` prints above the ladder, whose heading has two lines below a blank one."""
+    lines = said.strip("\n").split("\n")
+    plain = [Text.from_ansi(line).plain.strip() for line in lines]
+    ladder = next(place for place, line in enumerate(plain) if re.match("arm +what changed", line))
+    end = max(place for place in range(ladder) if not plain[place])
+    return "\n".join(lines[:end])
 
 
 def shot_figures(study: Path, out: Path) -> None:
