@@ -112,7 +112,7 @@ def _save_workspace(study: "RecordedStudy") -> str:
 
     check_not_offline()
     check_settings("online")
-    check_account()
+    check_account("`--json` prints the panels without")
     try:
         entity = os.environ.get("WANDB_ENTITY") or wandb.Api().default_entity or ""
         built = build_workspace(

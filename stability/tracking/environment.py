@@ -156,8 +156,8 @@ def check_not_offline() -> None:
         raise ValueError(f"WANDB_MODE must be online or unset, got {mode!r}; unset it")
 
 
-def check_account() -> None:
-    """Check with the server that we are logged in to an account.
+def check_account(without: str = "`--wandb offline` needs neither") -> None:
+    """Check with the server that we are logged in to an account; `without` says what needs none.
 
     Raises ValueError, which says what to do, if there is no account, or if the server can't be
     reached.
@@ -165,7 +165,7 @@ def check_account() -> None:
     import wandb  # heavy
 
     server = set_up(wandb.Settings(silent=True)).settings.base_url
-    instead = "run `wandb login` or set WANDB_API_KEY; `--wandb offline` needs neither"
+    instead = f"run `wandb login` or set WANDB_API_KEY; {without}"
     try:
         known = wandb.login(prompt=False, verify=True)
     except (wandb.Error, OSError) as error:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -108,6 +109,21 @@ def test_offline_it_says_what_to_do(folder, monkeypatch, capsys):
         main(["workspace", str(folder)])
     said = "stability: WANDB_MODE must be online or unset, got 'offline'"
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_without_an_account_the_way_that_this_verb_has_is_named(folder, monkeypatch, capsys):
+    """`--wandb offline`, which other verbs have, is none of its options."""
+    monkeypatch.setattr("wandb.login", lambda **_: False)
+    monkeypatch.setattr(
+        "stability.tracking.environment.set_up",
+        lambda _: SimpleNamespace(settings=SimpleNamespace(base_url="https://w.b")),
+    )
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        main(["workspace", str(folder)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no account is known at https://w.b" in said
+    assert said.endswith("set WANDB_API_KEY; `--json` prints the panels without")
 
 
 def test_a_variable_that_is_no_setting_is_told_without_the_words_of_pydantic(folder):
