@@ -150,7 +150,7 @@ def use(stability: Path, folder: Path) -> None:
 
 
 def wheel_trouble(root: Path) -> str:
-    """Run the slow and long tests of the wheel: the demo, and a study beside the oldest versions.
+    """Run the slow and long tests of the wheel: the demo, a study beside the oldest and the newest.
 
     One that is skipped, for the lack of Python 3.11, of disk or of an index, is a trouble too.
     """
@@ -189,7 +189,7 @@ def main() -> int:
         "lint and tests": lambda: make_trouble("lint", "test"),
         "pictures and site": lambda: make_trouble("docs") or tree_trouble(ROOT),
         "wheel and source distribution install and run": lambda: build_trouble(ROOT),
-        "the demo from the wheel, and the oldest versions": lambda: wheel_trouble(ROOT),
+        "the demo from the wheel, the oldest and newest versions": lambda: wheel_trouble(ROOT),
     }
     failed = 0
     for name, trouble in walk(checks):
