@@ -9,7 +9,6 @@ results are larger.
 Leaves out which mistake it is (`diagnosis`).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -40,43 +39,57 @@ def unexplained(
     `found` are those without it. In cells of which none was beyond a limit nothing is computed.
     """
     failing = {id(one.where) for excess in found for one in excess.evidence}
-    made: dict[int, Reference] = {}
+    made: dict[int, tuple[Reference, dict[str, Tensor]]] = {}
     beside = []
     for one in measured:
         where = one.where
         if id(where) in failing:
             if id(where) not in made:
                 made[id(where)] = _with_mistake(where, mistake, size)
-            wrong = measure(made[id(where)], one.result, one.values)
-            one = _closer(one, wrong)
+            there, silent = made[id(where)]
+            values = one.values
+            if one.result in silent:
+                values = values.masked_fill(silent[one.result], 0.0)
+            one = _closer(one, measure(there, one.result, values))
         beside.append(one)
     left = excesses(beside, input_format(measured[0].where.dtype))
     return tuple(excess for excess in left if excess.excess() > _SURELY)
 
 
-def _with_mistake(where: Reference, mistake: Mistake, size: float) -> Reference:
-    """Return the cell with the mistake's results as what is right; itself if it has no such one."""
+def _with_mistake(
+    where: Reference, mistake: Mistake, size: float
+) -> tuple[Reference, dict[str, Tensor]]:
+    """Return the cell with the mistake's results as what is right, and where these say nothing.
+
+    There they are 0. It is the cell itself if it has no such mistake.
+    """
     made = next((other for other in mistakes(where) if mistake.is_that(other)), None)
     if made is None:
-        return where
-    golden = where.golden | _results(made, size, where)
+        return where, {}
+    golden, silent = where.golden | _results(made, size, where), {}
     baseline, floor = {}, {}
     for name, right in where.golden.items():
-        wrong = golden[name]
-        # rounding is of the size of what is rounded
-        larger = (_norms(wrong) / _norms(right).clamp(min=1e-300)).clamp(1.0, 1e6)
+        has, had = _norms(golden[name]), _norms(right)
+        usual = had.square().mean(2, keepdim=True).sqrt()
+        # what overflows, as exp of hidden scores in a backward, is as no formula has it, and where
+        # next to nothing is left, terms that cancel err by more than what is left
+        least = torch.maximum(had, usual)
+        silent[name] = (~(golden[name].abs() <= _OVERFLOWS * least)) | (has < had / _OVERFLOWS)
+        silent[name] &= golden[name] != right
+        golden[name] = wrong = golden[name].masked_fill(silent[name], 0.0)
         error = where.baseline[name].double() - right
         error = error.masked_fill(where.baseline[name] == right, 0.0)
+        # rounding is of the size of what is rounded; a row of next to nothing, such as dq's of a
+        # single key, has an error that tells nothing of a larger one
+        larger = (_norms(wrong) / least.clamp(min=1e-300)).clamp(min=1.0)
+        share = _norms(error).square().sum(2, keepdim=True) / had.square().sum(2, keepdim=True)
         baseline[name] = wrong + error * larger
         format = FORMATS["fp32" if name == "lse" else input_format(where.dtype)]
         rounding = spacing(wrong.nan_to_num(0, 0, 0), format).square() / 12
+        of_row = (share * _norms(wrong).square() / wrong.shape[-1]).nan_to_num(0, 0, 0)
+        rounding = torch.maximum(rounding, of_row)
         floor[name] = torch.maximum(where.floor[name] * larger.square(), rounding)
-        # what overflows, as exp of hidden scores in a backward, is as no formula has it, and where
-        # next to nothing is left, terms that cancel err by more than what is left
-        has, had = _norms(wrong), _norms(right)
-        silent = (wrong.abs() > _OVERFLOWS * had) | (has < had / _OVERFLOWS)
-        floor[name] = floor[name].masked_fill(silent, math.inf)
-    return replace(where, golden=golden, baseline=baseline, floor=floor)
+    return replace(where, golden=golden, baseline=baseline, floor=floor), silent
 
 
 def _norms(x: Tensor) -> Tensor:

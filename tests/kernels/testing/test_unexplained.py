@@ -37,6 +37,28 @@ class _Scaled(torch.autograd.Function):
         return ctx.factor * dx, None
 
 
+class _Noisy(torch.autograd.Function):
+    """The identity, whose gradient has an error without a direction."""
+
+    @staticmethod
+    def forward(ctx, x, size):
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        drawn = torch.randn(dx.shape, generator=torch.Generator().manual_seed(0), dtype=dx.dtype)
+        return dx * (1 + ctx.size * drawn), None
+
+
+def without_last_key(q, k, v, *, causal, scale=None, every=0):
+    """Attention that misses the last key, or the last of `every` so many."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    every = every or k.shape[2]
+    hidden = torch.arange(k.shape[2]) % every == every - 1
+    return scores.masked_fill(hidden, -torch.inf).float().softmax(-1).nan_to_num(0).to(q.dtype) @ v
+
+
 def told(report, follows):
     return [(x.what, x.noun) for x in report.findings if x.follows is follows]
 
@@ -60,6 +82,18 @@ def test_a_second_mistake_does_not_follow_from_the_first(dtype):
     (gain,) = (x for x in report.findings if x.follows is False and x.what == "gain")
     assert gain.value == pytest.approx(0.05, abs=0.003)
     assert gain.sentence.startswith("not explained by that: dv is 1.0")
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_a_row_that_a_mistake_makes_zero_hides_no_other_row(noise):
+    def both(q, k, v, *, causal, scale=None):
+        v = _Noisy.apply(v, noise)
+        return without_last_key(q, k, v, causal=causal, scale=scale, every=16)
+
+    cells = [Cell(law="normal", shape=Shape(2, 2, 2, 64, 64, 32), causal=False)]
+    report = quick(both, "fp32", cells=cells)
+    assert "the last key of each tile of 16" in report.sentence
+    assert {noun for _, noun in told(report, False)} == ({"dv"} if noise else set())
 
 
 def test_a_mistake_in_one_head_alone_leaves_what_is_wrong_in_another():
