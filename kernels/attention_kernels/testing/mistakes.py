@@ -44,16 +44,16 @@ class Mistake:
         return (self.noun, self.kind or self.words) == (other.noun, other.kind or other.words)
 
 
-def mistakes(where: Reference) -> Iterator[Mistake]:
-    """Yield every mistake that could be made in a cell."""
+def mistakes(where: Reference, whole: bool = False) -> Iterator[Mistake]:
+    """Yield every mistake that could be made in a cell, and if `whole` those that leave nothing."""
     formula = where.formula()
     yield from _factors(where, formula)
     yield from _scales(where, formula)
     yield from _masks(where, formula)
-    yield from _keys(where, formula)
+    yield from _keys(where, formula, whole)
     yield from _heads(where, formula)
     yield from _softmax(where, formula)
-    yield from _sums(where, formula)
+    yield from _sums(where, formula, whole)
     yield from _strides(where, formula)
     yield from _empty_rows(where, formula)
 
@@ -229,12 +229,12 @@ def _masks(where: Reference, formula: Formula) -> Iterator[Mistake]:
             yield _all_or_nothing("mask", words, formula, backward_visible=mask)
 
 
-def _keys(where: Reference, formula: Formula) -> Iterator[Mistake]:
+def _keys(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     """Keys that are missed, counted twice, padded or read from another place."""
     keys = where.cell.shape.key_len
     index = torch.arange(keys)
     for words, (kind, dropped) in _missed(index).items():
-        if dropped.any() and not dropped.all():
+        if dropped.any() and (whole or not dropped.all()):
             hidden = formula.visible & ~dropped
             yield _all_or_nothing("key", words, formula, visible=hidden, kind=kind)
             words = f"dq's sum over keys is short: in dq {words}"
@@ -428,7 +428,7 @@ def _not_rescaled(
     return changed
 
 
-def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
+def _sums(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     """Rows that no result has, and sums of the backward that end early."""
     queries = torch.arange(where.cell.shape.query_len)
     golden = where.golden
@@ -450,7 +450,7 @@ def _sums(where: Reference, formula: Formula) -> Iterator[Mistake]:
         words = f"have the last tile of {tile} queries alone: written, not added"
         missed.append((words, "", queries < last))
     for words, kind, without in missed:
-        if without.any() and not without.all():
+        if without.any() and (whole or not without.all()):
             wrong = formula.with_(dkv_queries=~without)
             yield from _of_dk_dv(where, "queries", words, wrong, kind or words)
     keys = torch.arange(where.cell.shape.key_len)

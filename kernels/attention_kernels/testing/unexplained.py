@@ -63,7 +63,7 @@ def _with_mistake(
 
     There they are 0. It is the cell itself if it has no such mistake.
     """
-    made = next((other for other in mistakes(where) if mistake.is_that(other)), None)
+    made = next((other for other in mistakes(where, whole=True) if mistake.is_that(other)), None)
     if made is None:
         return where, {}
     golden, silent = where.golden | _results(made, size, where), {}

@@ -96,6 +96,14 @@ def test_a_row_that_a_mistake_makes_zero_hides_no_other_row(noise):
     assert {noun for _, noun in told(report, False)} == ({"dv"} if noise else set())
 
 
+def test_a_cell_of_which_a_mistake_leaves_nothing_follows_from_it():
+    shapes = [Shape(2, 2, 2, 65, 65, 32), Shape(2, 2, 2, 1, 1, 32)]
+    cells = [Cell(law="normal", shape=shape, causal=False) for shape in shapes]
+    report = quick(without_last_key, cells=cells)
+    assert "the last key is missed" in report.sentence
+    assert not told(report, False)
+
+
 def test_a_mistake_in_one_head_alone_leaves_what_is_wrong_in_another():
     def uneven(q, k, v, *, causal, scale=None):
         out = leaky(q, k, v, causal=causal, scale=scale)
