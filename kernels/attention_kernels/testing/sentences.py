@@ -109,9 +109,10 @@ def _are_those_with(traits: Iterable[str], failing: set[Cell], healthy: set[Cell
 
 
 _EMPTY_ROWS = "only where a row attends no key"
-_HIDDEN_DIVISION = (
-    ". So it is where a `where` keeps 0 / 0 out of the result: the backward divides all the same. "
-    "Divide such a row by 1"
+_BACKWARD_OF_EMPTY_ROWS = (
+    ". So it is the backward of these rows: exp(scores - LSE) with an LSE of -inf, for which take "
+    "0, or 0 / 0, as in a softmax of nothing, that a `where` keeps out of the result alone: divide "
+    "such a row by 1"
 )
 _TRAITS: dict[str, Callable[[Cell], bool]] = {
     "only where v's head_dim is not q's": lambda cell: cell.shape.value_dim is not None,
@@ -153,8 +154,9 @@ def breach_sentence(
     told += f", {common}" if common else ""
     if values:
         told += others
-    if breach.kind == "NaN" and common == _EMPTY_ROWS and "out" in right:
-        told += _HIDDEN_DIVISION
+    gradient = breach.result in ("dq", "dk", "dv")
+    if breach.kind == "NaN" and gradient and common == _EMPTY_ROWS and "out" in right:
+        told += _BACKWARD_OF_EMPTY_ROWS
     allowed = "; what it does not support it may refuse by NotImplementedError"
     return told + (allowed if breach.may_refuse else "")
 

@@ -171,7 +171,9 @@ def hiding(q, k, v, *, causal, scale=None, least=0.0):
 def test_nan_in_a_gradient_says_what_is_right_and_what_to_do_which_helps():
     said = quick(hiding, "fp32", cells=WITH_EMPTY).sentence
     assert "NaN in dv in every key, in 1 of 2 cells" in said
-    assert "; out, dq and dk are right. So it is where a `where` keeps 0 / 0" in said
+    assert "; out, dq and dk are right. So it is the backward of these rows" in said
+    assert "0 / 0" in said
+    assert "divide such a row by 1" in said
 
     def divided(*args, **options):
         return hiding(*args, **options, least=1.0)
@@ -201,3 +203,14 @@ def test_what_is_right_is_said_of_the_dtypes_it_is_right_in():
     said = {x.dtypes: x.sentence for x in report.findings if x.what == "NaN"}
     assert "; out and dk are right" in said["bf16",]
     assert "; out, dq and dk are right" in said["fp32",]
+
+
+def test_what_nan_in_the_lse_comes_of_is_not_told():
+    def nan_lse(q, k, v, *, causal, scale=None, return_lse=False):
+        out, lse = baseline_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        return (out, lse.masked_fill(lse == -torch.inf, torch.nan)) if return_lse else out
+
+    said = quick(nan_lse, "fp32", cells=WITH_EMPTY).sentence
+    assert "NaN in lse" in said
+    assert "dk and dv are right" in said
+    assert "backward" not in said
