@@ -402,7 +402,8 @@ def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
         # what is right beside it is of one dtype
-        said = finding.sentence if " right" in finding.sentence else ""
+        beside = finding.what in ("NaN", "infinity") and " right" in finding.sentence
+        said = finding.sentence if beside else ""
         key = (finding.what, finding.noun, finding.follows, said)
         dtypes = merged[key].dtypes if key in merged else ()
         new = tuple(dict.fromkeys((*dtypes, *finding.dtypes)))

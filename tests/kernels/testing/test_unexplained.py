@@ -13,6 +13,9 @@ FEW_LAWS = [x for x in QUICK if x.law in ("normal", "outliers") and x.shape.quer
 WITH_EMPTY = [FEW[1], Cell(law="normal", shape=Shape(2, 2, 2, 70, 40, 32), causal=True)]
 
 
+GROUPED = Cell(law="normal", shape=Shape(2, 4, 2, 65, 65, 32), causal=True)
+
+
 def leaky(q, k, v, *, causal, scale=None):
     """Attention in which row i sees key i + 1."""
     group = q.shape[1] // k.shape[1]
@@ -214,3 +217,14 @@ def test_what_nan_in_the_lse_comes_of_is_not_told():
     assert "NaN in lse" in said
     assert "dk and dv are right" in said
     assert "backward" not in said
+
+
+def test_a_mistake_that_names_what_is_right_is_told_once_for_all_dtypes():
+    def sums_right(q, k, v, *, causal, scale=None):
+        first = [x[:, :1].detach() + (x - x.detach()) for x in (k, v)]
+        return baseline_attention(q, *first, causal=causal, scale=scale)
+
+    report = check_attention(sums_right, dtypes=["bf16", "fp32"], cells=[GROUPED])
+    assert "are summed over the right heads" in report.sentence
+    (diagnosis,) = (x for x in report.findings if x.what == "diagnosis")
+    assert diagnosis.dtypes == ("bf16", "fp32")
