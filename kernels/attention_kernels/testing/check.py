@@ -49,8 +49,14 @@ from attention_kernels.testing.sentences import (
     refusals_in_words,
 )
 from attention_kernels.testing.trained_masks import LIMIT, trained_mask_findings
+from attention_kernels.testing.unexplained import is_sure
 
-__all__ = ["CheckReport", "Finding", "check_attention"]
+__all__ = ["EXCESSES", "CheckReport", "Finding", "check_attention"]
+
+EXCESSES = ("error ratio", "range", "row", "gain", "bias", "bias away from zero")
+"""What a finding may be that says of a result how much is too large."""
+_BESIDE = "not explained by that: "
+_PERHAPS = f"perhaps {_BESIDE}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,10 @@ class Finding:
     error: float = 0.0
     limit: float = 0.0
     follows: bool | None = None
-    """Whether it follows from the mistake that is named; None where none is, or it is not known."""
+    """Whether it follows from the mistake that is named; None where none is, or it is not known.
+
+    It is not known of what is beyond a limit by no more than a mistake's own roundings may be.
+    """
 
 
 @dataclass(kw_only=True)
@@ -310,7 +319,10 @@ class _Seen:
             worst: dict[tuple[str, str], Excess] = {}
             for excess in left or ():
                 worst.setdefault((excess.statistic, excess.result), excess)
-            findings += [self._of_excess(excess, False) for excess in worst.values()]
+            for excess in worst.values():
+                sure = is_sure(excess)
+                words = _BESIDE if sure else _PERHAPS
+                findings.append(self._of_excess(excess, False if sure else None, words))
         return findings
 
     def _of_breach(self, breach: Breach, wheres: list[Reference], right: Sequence[str]) -> Finding:
@@ -331,8 +343,7 @@ class _Seen:
             limit=worst.limit,
         )
 
-    def _of_excess(self, excess: Excess, follows: bool | None) -> Finding:
-        beside = "not explained by that: " if follows is False else ""
+    def _of_excess(self, excess: Excess, follows: bool | None, beside: str = "") -> Finding:
         return Finding(
             what=excess.statistic,
             noun=excess.result,
@@ -404,12 +415,12 @@ def _merged(findings: list[Finding]) -> tuple[Finding, ...]:
         # what is right beside it is of one dtype
         beside = finding.what in ("NaN", "infinity") and " right" in finding.sentence
         said = finding.sentence if beside else ""
-        key = (finding.what, finding.noun, finding.follows, said)
+        perhaps = finding.sentence.startswith(_PERHAPS)
+        key = (finding.what, finding.noun, finding.follows, perhaps, said)
         dtypes = merged[key].dtypes if key in merged else ()
         new = tuple(dict.fromkeys((*dtypes, *finding.dtypes)))
         merged[key] = Finding(**{**vars(finding), "dtypes": new})
-    excess = ("error ratio", "range", "row", "gain", "bias", "bias away from zero")
-    return tuple(sorted(merged.values(), key=lambda finding: finding.what in excess))
+    return tuple(sorted(merged.values(), key=lambda finding: finding.what in EXCESSES))
 
 
 def _row(format: str, measured: Measured) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from attention_kernels.testing.sentences import (
     rows_in_words,
     where_in_words,
 )
-from attention_kernels.testing.unexplained import unexplained
+from attention_kernels.testing.unexplained import is_sure, unexplained
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -130,9 +130,9 @@ def _told_apart(
         return fit, None
     choices = (fit.mistake, *fit.alike[: _ALIKE - 1])
     left = [unexplained(mistake, fit.size, found, measured) for mistake in choices]
-    least = min(map(len, left))
-    best, *alike = (each for each, rest in zip(choices, left, strict=True) if len(rest) == least)
-    return replace(fit, mistake=best, alike=tuple(alike)), min(left, key=len)
+    sure = [sum(map(is_sure, rest)) for rest in left]
+    best, *alike = (i for i, count in enumerate(sure) if count == min(sure))
+    return replace(fit, mistake=choices[best], alike=tuple(choices[i] for i in alike)), left[best]
 
 
 def _failing_cells(found: Sequence[Excess]) -> set[Cell]:

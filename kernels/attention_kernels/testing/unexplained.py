@@ -22,11 +22,11 @@ from attention_kernels.testing.limits import Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
 
-__all__ = ["unexplained"]
+__all__ = ["is_sure", "unexplained"]
 
 _SURELY = 5.0
-"""Limits that an excess must have to be left: a mistake has roundings that no right attention has,
-e.g. of weights above 1 in the backward."""
+"""Limits that an excess must have to be surely left: a mistake has roundings that no right
+attention has, e.g. of weights above 1 in the backward, up to 3.0 limits in BF16 in the zoo."""
 _OVERFLOWS = 1e6
 """Times the norm of the right row beyond which a value says nothing, nor below a part of it."""
 
@@ -52,8 +52,12 @@ def unexplained(
                 values = values.masked_fill(silent[one.result], 0.0)
             one = _closer(one, measure(there, one.result, values))
         beside.append(one)
-    left = excesses(beside, input_format(measured[0].where.dtype))
-    return tuple(excess for excess in left if excess.excess() > _SURELY)
+    return tuple(excesses(beside, input_format(measured[0].where.dtype)))
+
+
+def is_sure(left: Excess) -> bool:
+    """Whether what is left is more than the mistake's own roundings may make."""
+    return left.excess() > _SURELY
 
 
 def _with_mistake(

@@ -228,3 +228,15 @@ def test_a_mistake_that_names_what_is_right_is_told_once_for_all_dtypes():
     assert "are summed over the right heads" in report.sentence
     (diagnosis,) = (x for x in report.findings if x.what == "diagnosis")
     assert diagnosis.dtypes == ("bf16", "fp32")
+
+
+def test_what_a_mistake_may_round_to_is_neither_said_to_follow_nor_not_to():
+    def both(q, k, v, *, causal, scale=None):
+        return leaky(q, k, _Scaled.apply(v, 1.003), causal=causal, scale=scale)
+
+    report = quick(both, cells=FEW_LAWS)
+    assert "row i see key i+1" in report.sentence
+    assert not told(report, False)
+    (gain,) = (x for x in report.findings if x.sentence.startswith("perhaps"))
+    assert gain.sentence.startswith("perhaps not explained by that: dv is 1.00")
+    assert gain.value == pytest.approx(0.003, abs=0.001)

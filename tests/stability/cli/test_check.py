@@ -97,6 +97,10 @@ def test_what_follows_from_a_mistake_is_one_line_where_all_does(capsys):
         "  bf16: all else that is too large follows from that",
     ]
 
+    findings.append(found("gain", "dq", "perhaps not explained by that: dq is off", ("bf16",)))
+    _print(CheckReport(name="mine", dtypes=both, cells=2, findings=tuple(findings)))
+    assert "all else" not in capsys.readouterr().out
+
 
 def test_what_the_inputs_are_that_a_finding_names_is_told_once(capsys):
     report = CheckReport(
