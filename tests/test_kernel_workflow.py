@@ -67,14 +67,16 @@ class Job:
                 or not self.holds(step.get("if", ""), failed)
             ):
                 continue
-            for name, value in self.inputs.items():
-                line = line.replace(f"${{{{ inputs.{name} }}}}", value)
-            assert "${{" not in line
+            assert "${{" not in line, "what is given would be a part of the command"
+            given = {
+                name: self.inputs[re.fullmatch(r"\$\{\{ inputs\.(\w+) \}\}", value)[1]]
+                for name, value in step.get("env", {}).items()
+            }
             (self.folder / "step.sh").write_text(line)
             done = subprocess.run(
                 ["bash", "-e", "step.sh"],
                 cwd=self.folder,
-                env={**os.environ, **github, "PATH": path, "PYTHONPATH": source},
+                env={**os.environ, **github, **given, "PATH": path, "PYTHONPATH": source},
                 capture_output=True,
                 text=True,
             )
@@ -109,8 +111,16 @@ def test_a_right_kernel_passes_its_check_and_a_wrong_one_fails_the_job_in_words(
     assert "out is 1.05" in wrong.said
 
 
+def test_what_is_given_is_no_part_of_a_command(folder):
+    given = 'nothing:here"; touch planted; echo "'
+    assert Job(folder, {"attention": given, "study": ""}).run() == [("check", 2)]
+    assert not (folder / "planted").exists()
+
+
 @pytest.mark.slow
 def test_a_study_is_judged_and_its_bundle_is_there_to_be_uploaded(folder):
+    (folder / "runs" / "another").mkdir(parents=True)  # which the repository may hold
+    (folder / "runs" / "another" / "study.json").write_text("{}")
     job = Job(folder, {"attention": "my_kernel:attend", "study": "study.yaml"})
     # of one seed there is no verdict, which fails the job; what was recorded is packed all the same
     assert job.run() == [("check", 0), ("run", 0), ("verdict", 3), ("export", 0)], job.said
@@ -127,10 +137,9 @@ def test_a_study_is_judged_and_its_bundle_is_there_to_be_uploaded(folder):
 def test_what_pip_installs_is_an_input_so_that_no_index_has_to_have_the_package():
     workflow = yaml.safe_load(WORKFLOW.read_text())
     (install,) = (
-        step["run"]
-        for step in workflow["jobs"]["check"]["steps"]
-        if step.get("run", "").startswith("pip")
+        step for step in workflow["jobs"]["check"]["steps"] if step.get("run", "").startswith("pip")
     )
-    assert install == 'pip install "${{ inputs.package }}"'
+    assert install["env"] == {"PACKAGE": "${{ inputs.package }}"}
+    assert install["run"] == 'pip install "$PACKAGE"'
     # PyYAML reads the key `on` as true
     assert workflow[True]["workflow_call"]["inputs"]["package"]["default"] == "training-stability"

@@ -30,6 +30,8 @@ _DELTA = (
     "times in dq by design."
 )
 _RESULTS = ("out", "lse", "dq", "dk", "dv")
+_LINES = 8
+"""Of what an answer rests on, at most."""
 
 
 def check(
@@ -178,9 +180,12 @@ def _print(report: "CheckReport") -> None:
         print_line(" " * indent + text)
 
     say(report.sentence)
-    findings = _rests_on(report)[:8]
+    told = _rests_on(report)
+    findings, more = told[:_LINES], len(told) - _LINES
     for finding in findings:
         say(f"{', '.join(finding.dtypes)}: {finding.sentence}", 2)
+    if more > 0:
+        say(f"and {more} more, which --json tells", 2)
     if explained := _explained(report):
         say(f"{', '.join(explained)}: all else that is too large follows from that", 2)
     for line in _inputs_named("\n".join([report.sentence, *(x.sentence for x in findings)])):

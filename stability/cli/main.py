@@ -355,6 +355,13 @@ def _did_you_mean(unknown: str, parser: _Parser) -> str:
     if placed:
         verb = parser.prog.rpartition(" ")[2]
         return f"; {' and '.join(placed)} must be given by place, as in `{EXAMPLES[verb]}`"
+    off = [
+        f"{name.replace('--no-', '--')} false"
+        for name in names
+        if name.replace("--no-", "--") in parser.options and name not in parser.options
+    ]
+    if off:
+        return f"; did you mean {', '.join(off)}?"
     near = [
         x for name in names for x in difflib.get_close_matches(name, parser.options, 1, cutoff=0.7)
     ]

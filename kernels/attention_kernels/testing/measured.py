@@ -107,7 +107,10 @@ def measure(where: Reference, result: str, x: Tensor) -> Measured:
     golden, baseline = where.golden[result], where.baseline[result].double()
     values, x = x, x.double()
     infinite = ~golden.isfinite()
+    # a number where an infinity must be is no smaller an error than another infinity
+    missing = infinite & x.isfinite()
     x, baseline = (y.masked_fill(infinite & (y == golden), 0.0) for y in (x, baseline))
+    x = x.masked_fill(missing, _ENORMOUS)
     golden = golden.masked_fill(infinite, 0.0)
     # an infinity where there must be none is an error too large for any limit, and still a number
     x = x.nan_to_num(_ENORMOUS, _ENORMOUS, -_ENORMOUS)

@@ -5,11 +5,12 @@ A page is a view of the records: the same records give the same bytes. Leaves ou
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
 from stability.analysis.arm_growth import study_growth
@@ -166,6 +167,11 @@ def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
     )
 
 
+def prose(text: str) -> Markup:
+    """Return a sentence as a page shows it: what stands in backticks, as in a terminal, is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
 def fill(
     template: str, *, charts: list[Chart], sections: list[Section], stamp: str = "", **values: Any
 ) -> str:
@@ -181,6 +187,7 @@ def fill(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["prose"] = prose
     figures = {
         shown.key: shown.figure.to_plotly_json()
         for shown in [*charts, *(chart for section in sections for chart in section.charts)]

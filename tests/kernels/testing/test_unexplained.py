@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention_kernels import baseline_attention
+from attention_kernels import baseline_attention, golden_attention
 from attention_kernels.testing import Shape, check_attention
 from attention_kernels.testing.cells import QUICK, Cell
 from tests.kernels.testing.checked import FEW, plain, quick
@@ -240,3 +240,15 @@ def test_what_a_mistake_may_round_to_is_neither_said_to_follow_nor_not_to():
     (gain,) = (x for x in report.findings if x.sentence.startswith("perhaps"))
     assert gain.sentence.startswith("perhaps not explained by that: dv is 1.00")
     assert gain.value == pytest.approx(0.003, abs=0.001)
+
+
+@pytest.mark.parametrize(("empty", "passes"), [(-torch.inf, True), (0.0, False), (1e4, False)])
+def test_the_lse_of_a_row_without_keys_is_minus_infinity_and_no_number(empty, passes):
+    def attention(q, k, v, *, causal, scale=None, return_lse=False):
+        out, lse = golden_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        lse = lse.masked_fill(lse == -torch.inf, empty)
+        return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+
+    report = quick(attention, cells=WITH_EMPTY)
+    assert report.passed == passes, report.sentence
+    assert passes or "lse" in report.sentence

@@ -105,6 +105,10 @@ def test_unknown_option_is_refused(write_study, refuse):
     [
         (("check", "flash:fa2", "--quik"), "--quik; did you mean --quick?"),
         (("run", "study.yaml", "--check_observr=true"), "; did you mean --check-observer?"),
+        (
+            ("record", "--no-deterministic", "--", "x"),
+            "--no-deterministic; did you mean --deterministic false?",
+        ),
         (("init", "--stps", "5"), "--stps 5; did you mean --steps?"),
         (("init", "--templat", "kernel"), "--templat kernel; did you mean --template?"),
         (("record", "--study", "s", "--evn", "A=1", "--", "x"), "--evn A=1; did you mean --env?"),

@@ -18,7 +18,7 @@ from stability.records.events import Event
 from stability.records.probe_record import read_probe_record, write_probe_record
 from stability.records.run_lock import hold
 from stability.records.sealed_json import read_sealed, write_sealed
-from stability.report.page.html import render, write_page, write_probe_page
+from stability.report.page.html import prose, render, write_page, write_probe_page
 from tests.stability.report.pages import figures_of, page_of, traces_of
 from tests.stability.report.synthetic import write_synthetic
 from tests.stability.report.synthetic_probe import write_probe
@@ -368,3 +368,10 @@ def test_a_silent_level_says_its_state_once(finished, monkeypatch, state, lead):
     cell = re.search(r'<td data-level="outcome" title="(.*?)">', page)[1]
     assert cell == "no run has a held-out loss."
     assert "operator holds: flash_fa2 at the operator is holds" in re.sub("<.*?>", "", page)
+
+
+def test_what_stands_in_backticks_is_code_and_nothing_else_is_markup():
+    said = prose("take `probe: {every: 2}` and `a<b`, not <b> or a lone `")
+    assert said == (
+        "take <code>probe: {every: 2}</code> and <code>a&lt;b</code>, not &lt;b&gt; or a lone `"
+    )
