@@ -1,15 +1,17 @@
 """Compiles every profile as it is shipped, for chips that are not at hand, and says what fits.
 
-    PYTHONPATH=.:kernels python tests/kernels/triton/shipped.py            # writes shipped.json
-    PYTHONPATH=.:kernels python tests/kernels/triton/shipped.py fa3-64-90  # prints this case alone
+    PYTHONPATH=.:kernels python tests/kernels/triton/shipped.py      # writes shipped.json
+    PYTHONPATH=.:kernels python tests/kernels/triton/shipped.py fa3-64-90-4 fa3-64-90-4-packed
+                                                                     # prints these cases alone
 
-A case is a profile in its own tile at a head_dim for a chip, forward and backward, in BF16 under a
-causal mask; groups of query heads and packed sequences are dealt out in turn, so that each pair of
-choices occurs. Which kernels are compiled is what a launch decides: the fast path takes `fa2`. Each
-case has a process of its own, since a failed assertion inside Triton's passes ends it. Leaves out
-what the figures are held to (`test_shipped`).
+A case is a profile in its own tile at a head_dim for a chip, with a group of query heads for each
+head of keys, of packed sequences or not, forward and backward, in BF16 under a causal mask. Which
+kernels are compiled is what a launch decides: the fast path takes `fa2`. Each case has a process of
+its own, since a failed assertion inside Triton's passes ends it. Leaves out what the figures are
+held to (`test_shipped`).
 """
 
+import itertools
 import json
 import multiprocessing
 import signal
@@ -57,18 +59,17 @@ class Case(NamedTuple):
     packed: bool
 
     def __str__(self) -> str:
-        return f"{self.profile}-{self.head_dim}-{self.arch}"
+        packed = "-packed" if self.packed else ""
+        return f"{self.profile}-{self.head_dim}-{self.arch}-{self.group}{packed}"
 
 
-def _cases() -> Iterator[Case]:
-    for d, head_dim in enumerate(HEAD_DIMS):
-        for p, profile in enumerate(PROFILES):
-            for a, arch in enumerate(SHARED_MEMORY):
-                at = p + d + a
-                yield Case(profile, head_dim, arch, GROUPS[at % 3], bool(at % 2))
-
-
-CASES = {str(case): case for case in _cases()}
+PACKED = (False, True)
+CASES = {
+    str(case): case
+    for case in itertools.starmap(
+        Case, itertools.product(PROFILES, HEAD_DIMS, SHARED_MEMORY, GROUPS, PACKED)
+    )
+}
 
 
 def compiled_kernels(case: Case) -> Iterator[tuple[str, Any]]:
@@ -173,6 +174,6 @@ def write(keys: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        sys.stdout.write(json.dumps(in_child(CASES[sys.argv[1]]), indent=1))
+        sys.stdout.write(json.dumps({key: in_child(CASES[key]) for key in sys.argv[1:]}, indent=1))
     else:
         write(list(CASES))

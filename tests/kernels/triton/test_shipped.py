@@ -1,8 +1,8 @@
 """Every profile as shipped takes what was measured, and what does not fit is refused.
 
 `shipped.json` holds what the kernels of each case take of a chip, as `shipped` measured it with one
-version of Triton; another version compiles otherwise, and is held to nothing here. A sample is
-compiled in each run, a larger one by the slow tests, all by the long ones.
+version of Triton; another version compiles otherwise, and is held to nothing here. A sample, in
+which each pair of choices occurs, is compiled in each run, all by the long tests.
 """
 
 import itertools
@@ -19,30 +19,57 @@ import triton
 
 from attention_kernels import PROFILES
 from attention_kernels.triton.ahead import SHARED_MEMORY, TENSOR_MEMORY
-from tests.kernels.triton.shipped import CASES, FIGURES, GROUPS, HEAD_DIMS
+from tests.kernels.triton.shipped import CASES, FIGURES, GROUPS, HEAD_DIMS, PACKED, Case
 
 MEASURED = json.loads(FIGURES.read_text())
 KERNELS: dict[str, Any] = MEASURED["cases"]
 README = (Path(__file__).parents[3] / "kernels/README.md").read_text(encoding="utf-8")
-IN_EVERY_RUN = ("fa2-64-80", "fa3-128-100")
-IN_SLOW_RUNS = ("fa1-128-90", "fa4-64-100", "golden-64-80", "all_bf16-128-100")
 
 
-def by_cost(case):
-    """Mark a case by when it is compiled."""
-    marks = [] if case in IN_EVERY_RUN else [pytest.mark.slow]
-    marks += [] if case in IN_EVERY_RUN + IN_SLOW_RUNS else [pytest.mark.long]
-    return pytest.param(case, marks=marks)
+def sampled(profile):
+    """Return three cases of a profile; of all profiles together each pair of choices occurs."""
+    archs, place = tuple(SHARED_MEMORY), tuple(PROFILES).index(profile)
+    return [
+        Case(
+            profile,
+            HEAD_DIMS[row],
+            archs[(row + place) % 3],
+            GROUPS[(row + 2 * place) % 3],
+            PACKED[(row + place // 3) % 2],
+        )
+        for row in range(3)
+    ]
 
 
-@pytest.mark.parametrize("case", [by_cost(case) for case in KERNELS])
-def test_a_profile_as_shipped_takes_what_was_measured(case):
+def others():
+    """Return the cases that are not sampled, by what is compiled in one process."""
+    found: dict[str, list[Case]] = {}
+    for case in CASES.values():
+        if case not in sampled(case.profile):
+            found.setdefault(f"{case.profile}-{case.head_dim}-{case.arch}", []).append(case)
+    return [pytest.param(cases, id=name) for name, cases in found.items()]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_sample_of_each_profile_as_shipped_takes_what_was_measured(profile):
+    assert_as_measured(sampled(profile))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("cases", others())
+def test_every_profile_as_shipped_takes_what_was_measured(cases):
+    assert_as_measured(cases)
+
+
+def assert_as_measured(cases):
+    """Compile the cases anew and compare all that they take with the figures."""
     if triton.__version__ != MEASURED["triton"]:
         pytest.skip(f"nothing was measured with Triton {triton.__version__}")
     script = Path(__file__).with_name("shipped.py")
     variables = _as_shipped() | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, script, case],
+        [sys.executable, script, *map(str, cases)],
         env=variables | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -50,7 +77,7 @@ def test_a_profile_as_shipped_takes_what_was_measured(case):
         timeout=900,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert json.loads(done.stdout) == KERNELS[case]
+    assert json.loads(done.stdout) == {str(case): KERNELS[str(case)] for case in cases}
 
 
 def _as_shipped():
@@ -68,32 +95,29 @@ def test_what_is_measured_does_not_hang_on_variables_of_the_compiler(monkeypatch
     assert kept["MY_TRITON_IS_KEPT"] == "1"
 
 
-def test_every_profile_is_measured_for_every_chip_and_usual_head_dim():
+def test_every_profile_is_measured_for_every_chip_usual_head_dim_group_and_packing():
     assert set(KERNELS) == set(CASES)
-    every = itertools.product(PROFILES, HEAD_DIMS, SHARED_MEMORY)
-    assert set(CASES) == {"-".join(map(str, each)) for each in every}
+    assert set(CASES.values()) == {*itertools.product(PROFILES, *CHOICES.values())}
 
 
-def test_each_pair_of_choices_occurs():
-    choices = {
-        "profile": tuple(PROFILES),
-        "head_dim": HEAD_DIMS,
-        "arch": tuple(SHARED_MEMORY),
-        "group": GROUPS,
-        "packed": (False, True),
-    }
+CHOICES = {"head_dim": HEAD_DIMS, "arch": tuple(SHARED_MEMORY), "group": GROUPS, "packed": PACKED}
+
+
+def test_each_pair_of_choices_is_sampled():
+    sample = [case for profile in PROFILES for case in sampled(profile)]
+    choices = {"profile": tuple(PROFILES), **CHOICES}
     for one, other in itertools.combinations(choices, 2):
-        found = {(getattr(case, one), getattr(case, other)) for case in CASES.values()}
+        found = {(getattr(case, one), getattr(case, other)) for case in sample}
         assert found == set(itertools.product(choices[one], choices[other])), (one, other)
 
 
 @pytest.mark.parametrize("case", KERNELS)
 def test_what_does_not_fit_is_just_what_is_refused(case):
-    profile, _, arch = case.split("-")
+    profile, arch = CASES[case].profile, CASES[case].arch
     tiling = PROFILES[profile].tiling
     assert len(KERNELS[case]) >= 3, "forward, dq, dk and dv"
     for name, takes in KERNELS[case].items():
-        limits = {"shared": SHARED_MEMORY[int(arch)], "tensor_memory": TENSOR_MEMORY}
+        limits = {"shared": SHARED_MEMORY[arch], "tensor_memory": TENSOR_MEMORY}
         passed = [memory for memory, limit in limits.items() if takes[memory] > limit]
         assert takes["fits"] == (not passed), name
         assert (takes["refused"] is None) == (not passed), name
@@ -119,12 +143,20 @@ def unfit(case):
     return " and ".join(dict.fromkeys(passed))
 
 
+def unfit_in_all(profile, head_dim, arch):
+    """Return what does not fit, whichever the group and the packing, which change nothing of it."""
+    of = [
+        str(Case(profile, head_dim, arch, group, packed)) for group in GROUPS for packed in PACKED
+    ]
+    (passed,) = {unfit(key) for key in of}
+    return passed
+
+
 def test_the_readme_says_which_profile_does_not_fit_where():
     expected: dict[str, list[str]] = {}
     for profile in PROFILES:
         for arch in SHARED_MEMORY:
-            keys = {dim: f"{profile}-{dim}-{arch}" for dim in HEAD_DIMS}
-            passed = {dim: unfit(key) for dim, key in keys.items()}
+            passed = {dim: unfit_in_all(profile, dim, arch) for dim in HEAD_DIMS}
             said = ", ".join(f"{dim}: {what}" for dim, what in passed.items() if what)
             expected.setdefault(f"`{profile}`", []).append(said)
     expected = {profile: cells for profile, cells in expected.items() if any(cells)}
