@@ -158,8 +158,8 @@ class RecordedStudy:
     folder: Path
     """Where it was read from."""
     unlisted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Seeds by arm whose runs are on disk but no longer in the study, as after an arm was taken out
-    of its YAML file. Nothing is computed from them."""
+    """Seeds by arm whose runs are on disk but not in the study: of an arm that was taken out of its
+    YAML file, or of a recorded one that has failed. Nothing is computed from them."""
 
     def arm(self, name: str) -> RecordedArm | None:
         """Return the arm of that name, if the study has it."""

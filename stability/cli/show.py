@@ -73,9 +73,13 @@ def _print_study(study: "RecordedStudy", ladder: "Ladder", console: "Console") -
     from stability.report.terminal.probe import print_found
     from stability.report.terminal.verdict import print_answer
     from stability.report.view.evidence import scope_line, verdict_of
+    from stability.report.view.plain_text import as_text
+    from stability.report.view.unlisted import unlisted_runs
 
     print_answer(study.question, verdict_of(study), console, scope_line(study))
     print_ladder(ladder, console, drift_sparks(study, console))
+    if said := unlisted_runs(study):
+        console.print(as_text(f"note: {said}", style="dim"))
     console.print()
     print_growth(study_growth(study), console)
     print_found(study, console)

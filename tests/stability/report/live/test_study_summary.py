@@ -113,7 +113,7 @@ def test_runs_that_the_study_no_longer_lists_are_named(synthetic, tmp_path):
     content["config"]["seeds"] = [0]
     write_sealed(StudyPaths(tmp_path).study, content)
     found = summary_of_study(read_study(tmp_path))
-    assert found.unlisted.startswith("On disk, but no longer in the study: baseline (seed 1); ")
+    assert found.unlisted.startswith("On disk, but not in the study: baseline (seed 1); ")
     assert "; flash_all_bf16 (seeds 0, 1); " in found.unlisted
     assert "no-run" not in found.unlisted
     assert "flash_fa2" in {rung.arm for rung in found.ladder.rungs}

@@ -183,7 +183,7 @@ def test_arm_that_the_study_no_longer_has_is_named_and_not_drawn(study):
     content["arms"] = [arm for arm in content["arms"] if arm["name"] != "flash_all_bf16"]
     write_sealed(study / "study.json", content)
     page = page_of(study)
-    (said,) = re.findall("On disk, but no longer in the study: (.*?)<", page)
+    (said,) = re.findall("On disk, but not in the study: (.*?)<", page)
     assert said == "flash_all_bf16 (seeds 0, 1)."
     assert 'data-arm-row="flash_fa2"' in page
     assert 'data-arm-row="flash_all_bf16"' not in page
