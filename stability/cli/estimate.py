@@ -181,11 +181,11 @@ def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
 def _time(study: Study, cost: Cost, load: float) -> list[str]:
     """Return the first lines, with the `load` of the machine where it makes a study longer."""
     cores, beside = os.cpu_count() or 1, cost.measuring
-    most = f", {_duration(beside.planted_most)} at most"
+    most = f"; {_duration(beside.planted_most)} at most"
     parts = {
         f"{cost.runs} runs, one after another": cost.run_seconds,
         "distances between them": beside.distances,
-        f"faults planted on candidates that may pass{most}": beside.planted,
+        f"faults planted on what may pass{most}": beside.planted,
         "the report": beside.report,
     }
     lines = [

@@ -163,7 +163,7 @@ def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):
         "time    3.3 minutes here, of which",
         "         2.4 minutes  9 runs, one after another",
         "           8 seconds  distances between them",
-        "          43 seconds  faults planted on candidates that may pass, 90.0 minutes at most",
+        "          43 seconds  faults planted on what may pass; 90.0 minutes at most",
         "           3 seconds  the report",
     ]
     assert max(map(len, lines)) <= 80
