@@ -259,7 +259,7 @@ def _times(ratio: float) -> str:
 def _loss_beyond(difference: float) -> str:
     """Return the least loss, as a difference from the baseline's in nats, that is excluded."""
     if difference < 0:
-        return f"a loss less than {nats(-difference).lstrip('+')} nats better"
+        return f"any worse loss, and one not at least {nats(-difference).lstrip('+')} nats better"
     return f"a loss {nats(difference).lstrip('+')} nats worse"
 
 

@@ -77,6 +77,7 @@ _LIMITS = {
     "max_gradient_ratio": "a gradient's error ratio of",
     "max_share": "a share of",
     "max_excess": "E",
+    "window_limit": "a control's |log E| of",
     "margin_nats": "a margin in nats of",
     "alpha": "an error rate of",
 }
@@ -224,11 +225,8 @@ def _with_reserve(arm: ArmVerdict, policy: PolicyConfig) -> ArmVerdict:
     if arm.outcome != "PASS":
         return arm
     usual = PolicyConfig()
-    wider = [
-        f"{words} {value:g}, not {least:g}"
-        for name, words in _LIMITS.items()
-        if (value := getattr(policy, name)) > (least := getattr(usual, name))
-    ]
+    pairs = [(words, getattr(policy, x), getattr(usual, x)) for x, words in _LIMITS.items()]
+    wider = [f"{words} {value:g}, not {least:g}" for words, value, least in pairs if value > least]
     said = [arm.sentence]
     parts: list[Level] = [level for level, evidence in arm.levels.items() if evidence.in_part]
     if parts:

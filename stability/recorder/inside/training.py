@@ -61,6 +61,8 @@ class Training:
     clock: Optional[UpdateClock] = None
     """Of a trial, times its updates and says when it has gone on for long enough."""
 
+    _evaluated: Optional[torch.nn.Module] = None  # what `held_out` was called with last
+
     def __init__(
         self,
         spool: Spool,
@@ -454,8 +456,11 @@ class Training:
 
     def _measure(self, step: int) -> None:
         """Compute the user's held-out loss after `step` updates, if there is one."""
-        model = self._root() if self._held_out is not None else None
-        if self._held_out is None or model is None:
+        if self._held_out is None:
+            return
+        # kept: the last update is known to be over when the function whose model it is has returned
+        self._evaluated = model = self._root() or self._evaluated
+        if model is None:
             return
         self._held_out_inputs = []
         try:

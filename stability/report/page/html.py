@@ -168,8 +168,16 @@ def render_probe(probed: RecordedProbe, stamp: str = "") -> str:
 
 
 def prose(text: str) -> Markup:
-    """Return a sentence as a page shows it: what stands in backticks, as in a terminal, is code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    """Return a sentence as a page shows it: a key or command in backticks is code.
+
+    What a name of the user's may hold besides, such as a template literal, stays as it is.
+    """
+
+    def shown(part: re.Match[str]) -> str:
+        is_ours = re.fullmatch(r"[\w .,:{}/=-]+", part[1])
+        return f"<code>{part[1]}</code>" if is_ours else part[0]
+
+    return Markup(re.sub(r"`([^`]+)`", shown, str(escape(text))))
 
 
 def fill(

@@ -120,8 +120,9 @@ def test_a_pass_says_which_limits_are_wider_than_usual(study):
         level: lambda study, arm, policy, level=level: by_arm[arm.name][level] for level in LEVELS
     }
     said = {}
-    for ratio in (1.5, 2.0, 4.0):
-        policy = PolicyConfig(max_error_ratio=ratio, candidates=("flash_fa2",))
+    ratios = {ratio: {"max_error_ratio": ratio} for ratio in (1.5, 2.0, 4.0)}
+    for ratio, limits in {**ratios, 0.08: {"window_limit": 0.08}}.items():
+        policy = PolicyConfig(**limits, candidates=("flash_fa2",))
         judged = judge_arms(
             study,
             policy,
@@ -132,6 +133,9 @@ def test_a_pass_says_which_limits_are_wider_than_usual(study):
         said[ratio] = judged.arm("flash_fa2").sentence
     assert said[1.5] == said[2.0]
     assert said[4.0] == f"{said[2.0]}; at wider limits than usual: an error ratio of 4, not 2"
+    assert said[0.08] == (
+        f"{said[2.0]}; at wider limits than usual: a control's |log E| of 0.08, not 0.04"
+    )
 
 
 def test_a_pass_says_which_level_was_seen_in_part(study):

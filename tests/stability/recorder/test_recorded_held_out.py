@@ -174,6 +174,36 @@ def test_a_function_that_is_no_held_out_loss_is_refused(
     assert said in re.sub(r"\s+", " ", captured.out + captured.err)
 
 
+LOCAL = """
+import sys, torch
+def loss(model):
+    return model(torch.ones(1, 3)).square().mean()
+def main():
+    torch.manual_seed(int(sys.argv[sys.argv.index("--seed") + 1]))
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print("last", loss(model).item())
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_the_loss_of_the_last_update_is_that_of_a_model_whose_function_has_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "local.py").write_text(LOCAL, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    study = Recording(tmp_path / "runs", [sys.executable, "local.py"])
+    assert study.record("baseline", options=("--held-out", "local:loss")) == 0
+    (last,) = re.findall(r"^last (.*)$", capfd.readouterr().out, re.MULTILINE)
+    assert list(held_out(study)) == [0, 1, 2, 5, 6]
+    assert held_out(study)[6] == pytest.approx(float(last), rel=1e-6)
+
+
 def test_a_name_that_is_no_function_is_refused_before_the_command_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

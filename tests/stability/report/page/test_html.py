@@ -371,7 +371,6 @@ def test_a_silent_level_says_its_state_once(finished, monkeypatch, state, lead):
 
 
 def test_what_stands_in_backticks_is_code_and_nothing_else_is_markup():
-    said = prose("take `probe: {every: 2}` and `a<b`, not <b> or a lone `")
-    assert said == (
-        "take <code>probe: {every: 2}</code> and <code>a&lt;b</code>, not &lt;b&gt; or a lone `"
-    )
+    said = prose("take `probe: {every: 2}`, not `a<b`, `${now()}`, <b> or a lone `")
+    code = "<code>probe: {every: 2}</code>"
+    assert said == f"take {code}, not `a&lt;b`, `${{now()}}`, &lt;b&gt; or a lone `"
