@@ -184,7 +184,7 @@ def _with_lower_baseline(trials: "_Trials", text: str, to: Path, further: Mappin
 def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
     """Print what comes next, with the study in the file `to`, which lacks the arms `missing`."""
     if attention and not attention.startswith("sdpa:"):
-        print_line(f"first, its numbers alone, in seconds: stability check {attention} --quick")
+        print_line(f"first, its numbers alone: stability check {attention} --quick")
     if attention.partition(":")[0] == "flash":
         print_line(
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
@@ -279,8 +279,8 @@ class _Trials:
         given = words or self.words
         is_first = self.has_gradient and not any(self.folder.iterdir())
         make_folders(self.folder)
-        print_line(_told_of_trial(study, seed, steps, is_first=is_first))
         swapped = "" if words else self.attention
+        print_line(_told_of_trial(study, seed, steps, swapped, is_first=is_first))
         probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_gradient))
         run = plan_run(
             self.folder,
@@ -371,9 +371,10 @@ class _Trials:
         return {arm.name: arm.config.words() for arm in expand_commands(load_command_study(path))}
 
 
-def _told_of_trial(study: str, seed: int, steps: int, *, is_first: bool) -> str:
+def _told_of_trial(study: str, seed: int, steps: int, attention: str, *, is_first: bool) -> str:
     """Return the line before a trial, whose `study` is named like its arm."""
     arm = "the command" if study == "trial" else f"the arm {study}"
+    arm += f" with {attention} for its attention" if attention else ""
     updates = f"{steps} update{'s' if steps > 1 else ''}"
     said = f"trial of {arm}, seed {seed}, {updates}"
     return f"{said}; what it prints:" if is_first else said

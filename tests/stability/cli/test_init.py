@@ -261,9 +261,11 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     assert code_of("init", "--steps", "20", *words, "--kind", "tuple") == 0
     said = capsys.readouterr().out
     assert "2 attention calls were replaced by flash:fa2" in said
+    # what it prints is not what the command alone does
+    assert "trial of the command with flash:fa2 for its attention, seed 0, 2 updates; " in said
     assert said.endswith(
         "every run ends after 20 updates, as init's --steps says\n"
-        "first, its numbers alone, in seconds: stability check flash:fa2 --quick\n"
+        "first, its numbers alone: stability check flash:fa2 --quick\n"
         "flash:fa2 is this package's own kernel, on a CPU its twin in PyTorch: of another\n"
         "  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION\n"
         "study.yaml: stability run study.yaml\n"
