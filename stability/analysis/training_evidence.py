@@ -325,8 +325,9 @@ def _state(
         noise = question.window.largest_at(question.window.step)
         if not noise <= question.policy.window_limit:
             return "undecided", (
-                f"an earlier step, since at step {question.window.step} a control has |log E| "
-                f"{noise:.3f}, above {question.policy.window_limit:g}"
+                "an earlier step (policy: {step: N}, in a study of another name), since at step "
+                f"{question.window.step} a control has |log E| {noise:.3g}, above "
+                f"{question.policy.window_limit:g}, which more seeds do not lower"
             )
         if apart is not None and not apart.high < apart_limit:
             return "undecided", f"of what is left out {_seeds_for(apart, apart_limit, alpha)}"

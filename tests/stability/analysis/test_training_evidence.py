@@ -251,7 +251,11 @@ def test_a_step_named_late_can_harm_but_not_hold(tmp_path):
     assert _of(good).state == "holds"
     found = _of(good, policy=late)
     assert found.state == "undecided"
-    assert "an earlier step, since at step 20 a control has |log E|" in found.decides
+    assert (
+        "an earlier step (policy: {step: N}, in a study of another name), since at step 20 a"
+        in (found.decides)
+    )
+    assert found.decides.endswith("above 0.04, which more seeds do not lower")
     assert "(named in the policy)" in found.sentence
     bad = write_study(tmp_path / "bad", {**arms, "candidate": candidate(2.0)})
     assert _of(bad, policy=late).state == "harmed"
