@@ -187,8 +187,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
     print("last", loss(model).item())
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__": main()
 """
 
 
