@@ -190,7 +190,9 @@ def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
         )
         print_line("  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION")
-    todo = " and ".join(filter(None, [", ".join(missing[:-1]), *missing[-1:]]))
+    from attention_kernels.testing.sentences import listed  # heavy: torch
+
+    todo = listed(missing) if missing else ""
     print_line(f"{to}: {f'fill in {todo}, then: ' if todo else ''}stability run {to}")
     if "a candidate" in missing and _A_REFERENCE not in missing:
         print_line("  without a candidate the ladder tells how far the baseline's precision moves")

@@ -456,11 +456,10 @@ class Training:
 
     def _measure(self, step: int) -> None:
         """Compute the user's held-out loss after `step` updates, if there is one."""
-        if self._held_out is None:
-            return
+        root = self._root() if self._held_out is not None else None
         # kept: the last update is known to be over when the function whose model it is has returned
-        self._evaluated = model = self._root() or self._evaluated
-        if model is None:
+        self._evaluated = model = self._evaluated if root is None else root
+        if self._held_out is None or model is None:
             return
         self._held_out_inputs = []
         try:

@@ -2,6 +2,8 @@
 
 import functools
 
+import torch
+
 from attention_kernels import PROFILES, baseline_attention, flash_attention, golden_attention
 from attention_kernels.testing import Shape, check_attention
 from attention_kernels.testing.cells import QUICK, Cell
@@ -37,3 +39,16 @@ def plain(q, k, v, *, causal, scale=None):
 
 def golden(q, k, v, *, causal, scale=None):
     return golden_attention(q, k, v, causal=causal, scale=scale).to(q.dtype)
+
+
+class Turned(torch.autograd.Function):
+    """`Turned.apply(x, turn)` is x, and its gradient is what `turn` makes of it."""
+
+    @staticmethod
+    def forward(ctx, x, turn):
+        ctx.turn = turn
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return ctx.turn(grads[0]), None

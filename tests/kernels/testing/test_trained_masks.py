@@ -9,7 +9,7 @@ from attention_kernels import PROFILES, baseline_attention, flash_attention, gol
 from attention_kernels.testing.calls import Signature
 from attention_kernels.testing.cells import DTYPES
 from attention_kernels.testing.trained_masks import trained_mask_findings
-from tests.kernels.testing.checked import ONE, quick
+from tests.kernels.testing.checked import ONE, Turned, quick
 
 
 def flash(q, k, v, *, causal, scale=None, attn_mask=None, sinks=None):
@@ -17,32 +17,19 @@ def flash(q, k, v, *, causal, scale=None, attn_mask=None, sinks=None):
     return flash_attention(q, k, v, numerics=PROFILES["fa2"], **masks)
 
 
-class _Gradient(torch.autograd.Function):
-    """The same value, and another gradient."""
-
-    @staticmethod
-    def forward(ctx, x, turn):
-        ctx.turn = turn
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return ctx.turn(grads[0]), None
-
-
 def wrong(fault):
     def attend(q, k, v, *, causal, scale=None, attn_mask=None, sinks=None):
         if fault == "not summed" and attn_mask is not None:
             size = (len(q), *attn_mask.shape[1:])
             # of each batch entry the gradient is right; all but the first are dropped
-            attn_mask = _Gradient.apply(attn_mask.expand(size), lambda g: g * _first(g))
+            attn_mask = Turned.apply(attn_mask.expand(size), lambda g: g * _first(g))
         if fault == "twice" and sinks is not None:
             sinks = sinks + math.log(2)
         if fault == "twice, backward" and sinks is not None:
-            sinks = _Gradient.apply(sinks, lambda g: 2 * g)
+            sinks = Turned.apply(sinks, lambda g: 2 * g)
         if fault == "one head" and attn_mask is not None:
             factor = torch.tensor([1, 1, 1.2, 1])[:, None, None]
-            attn_mask = _Gradient.apply(attn_mask, lambda g: g * factor.to(g.dtype))
+            attn_mask = Turned.apply(attn_mask, lambda g: g * factor.to(g.dtype))
         if fault == "detached" and attn_mask is not None:
             attn_mask = attn_mask.detach()
         if fault == "refused" and sinks is not None:

@@ -6,7 +6,7 @@ import torch
 from attention_kernels import baseline_attention, golden_attention
 from attention_kernels.testing import Shape, check_attention
 from attention_kernels.testing.cells import QUICK, Cell
-from tests.kernels.testing.checked import FEW, plain, quick
+from tests.kernels.testing.checked import FEW, Turned, plain, quick
 
 FEW_LAWS = [x for x in QUICK if x.law in ("normal", "outliers") and x.shape.query_len < 130]
 
@@ -27,31 +27,14 @@ def leaky(q, k, v, *, causal, scale=None):
     return scores.float().softmax(-1).nan_to_num(0).to(q.dtype) @ v
 
 
-class _Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
+def noisy(size):
+    """Return what gives a gradient an error of this size without a direction."""
 
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
-        return ctx.factor * dx, None
-
-
-class _Noisy(torch.autograd.Function):
-    """The identity, whose gradient has an error without a direction."""
-
-    @staticmethod
-    def forward(ctx, x, size):
-        ctx.size = size
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, dx):
+    def turn(dx):
         drawn = torch.randn(dx.shape, generator=torch.Generator().manual_seed(0), dtype=dx.dtype)
-        return dx * (1 + ctx.size * drawn), None
+        return dx * (1 + size * drawn)
+
+    return turn
 
 
 def without_last_key(q, k, v, *, causal, scale=None, every=0):
@@ -76,7 +59,7 @@ def test_all_that_one_mistake_makes_follows_from_it():
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_second_mistake_does_not_follow_from_the_first(dtype):
     def both(q, k, v, *, causal, scale=None):
-        return leaky(q, k, _Scaled.apply(v, 1.05), causal=causal, scale=scale)
+        return leaky(q, k, Turned.apply(v, lambda dx: 1.05 * dx), causal=causal, scale=scale)
 
     report = quick(both, dtype, cells=FEW_LAWS)
     assert "row i see key i+1" in report.sentence
@@ -90,7 +73,7 @@ def test_a_second_mistake_does_not_follow_from_the_first(dtype):
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_a_row_that_a_mistake_makes_zero_hides_no_other_row(noise):
     def both(q, k, v, *, causal, scale=None):
-        v = _Noisy.apply(v, noise)
+        v = Turned.apply(v, noisy(noise))
         return without_last_key(q, k, v, causal=causal, scale=scale, every=16)
 
     cells = [Cell(law="normal", shape=Shape(2, 2, 2, 64, 64, 32), causal=False)]
@@ -196,11 +179,13 @@ def test_nan_in_a_gradient_says_nothing_of_results_that_are_off():
 def test_what_is_right_is_said_of_the_dtypes_it_is_right_in():
     def of_bf16(q, k, v, *, causal, scale=None):
         factor = 1.1 if q.dtype == torch.bfloat16 else 1.0
-        return hiding(_Scaled.apply(q, factor), k, v, causal=causal, scale=scale, least=1.0)
+        return hiding(
+            Turned.apply(q, lambda dx: factor * dx), k, v, causal=causal, scale=scale, least=1.0
+        )
 
     def also_nan(q, k, v, *, causal, scale=None):
         nan = torch.nan if q.shape[2] > k.shape[2] else 1.0
-        return of_bf16(q, k, _Scaled.apply(v, nan), causal=causal, scale=scale)
+        return of_bf16(q, k, Turned.apply(v, lambda dx: nan * dx), causal=causal, scale=scale)
 
     report = check_attention(also_nan, dtypes=["bf16", "fp32"], cells=WITH_EMPTY)
     said = {x.dtypes: x.sentence for x in report.findings if x.what == "NaN"}
@@ -232,7 +217,7 @@ def test_a_mistake_that_names_what_is_right_is_told_once_for_all_dtypes():
 
 def test_what_a_mistake_may_round_to_is_neither_said_to_follow_nor_not_to():
     def both(q, k, v, *, causal, scale=None):
-        return leaky(q, k, _Scaled.apply(v, 1.003), causal=causal, scale=scale)
+        return leaky(q, k, Turned.apply(v, lambda dx: 1.003 * dx), causal=causal, scale=scale)
 
     report = quick(both, cells=FEW_LAWS)
     assert "row i see key i+1" in report.sentence
