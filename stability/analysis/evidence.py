@@ -62,6 +62,8 @@ class LevelEvidence:
     """How likely such evidence is if the harm stays within its limit; NaN where there is none."""
     p_holds: float = math.nan
     """How likely such evidence is if the harm exceeds its limit; NaN where there is none."""
+    seeds_decide: bool = True
+    """Whether more seeds may decide it, as far as its own evidence knows, where it is undecided."""
     in_part: str = ""
     """Where not all was seen: what was, and what is left out, as the sentence ends."""
     figures: Mapping[str, float] = field(default_factory=dict)

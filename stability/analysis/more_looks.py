@@ -34,7 +34,9 @@ def gaining(
     return tuple(
         level
         for level, evidence in levels.items()
-        if evidence.state == "undecided" and _seeds_count(study, arm, level)
+        if evidence.state == "undecided"
+        and evidence.seeds_decide
+        and _seeds_count(study, arm, level)
     )
 
 
@@ -45,12 +47,24 @@ def outlook(undecided: Sequence[Level], gaining: Sequence[Level], next_look: int
     """
     rest: list[Level] = [level for level in undecided if level not in gaining]
     if not gaining:
-        whose = "it is" if len(rest) == 1 else "they are"
-        return f"{whose} looked at in the first seed alone, so more seeds decide nothing"
+        return f"{_why_none(rest)}, so more seeds decide nothing"
     if not next_look:
         return "this was the last look"
     but = f", which add nothing at {listed(rest)}" if rest else ""
     return f"{next_look_is_at(next_look)}{but}"
+
+
+def _why_none(levels: Sequence[Level]) -> str:
+    """Return why more seeds decide none of the `levels`, a clause."""
+    first: list[Level] = [level for level in levels if level in _EVERY]
+    left: list[Level] = [level for level in levels if level not in _EVERY]
+    said = []
+    if first:
+        whose = listed(first) if left else "it" if len(first) == 1 else "they"
+        said.append(f"{whose} {agreeing(first, 'is')} looked at in the first seed alone")
+    if left:
+        said.append(f"a control has left the limit where {listed(left)} is judged")
+    return ", and ".join(said)
 
 
 def next_look_is_at(seeds: int | None) -> str:

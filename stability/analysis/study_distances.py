@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from stability.analysis.left_out import judges_all
+from stability.analysis.number_text import three_figures
 from stability.analysis.sequential import LOOKS
 from stability.analysis.study_records import RecordedArm, RecordedStudy
-from stability.analysis.window import Window, pick_window, window_changes, window_of
+from stability.analysis.window import (
+    Window,
+    nearness_of,
+    pick_window,
+    window_changes,
+    window_of,
+)
 from stability.config.diff import are_same
 from stability.config.study import PolicyConfig
 from stability.records.distances import SeedDistances, read_distances, with_parents
@@ -30,6 +37,7 @@ __all__ = [
     "reference_of",
     "study_distances",
     "why_itself",
+    "why_no_step",
     "window_problems",
 ]
 
@@ -125,9 +133,34 @@ def judged_window(study: RecordedStudy, policy: PolicyConfig, seeds: Sequence[in
         window = pick_window(first, controls, name, policy.window_limit)
     else:
         window = window_of(frozen)
-        said = f"frozen at the look at {len(window.seeds)} seeds: {window.reason}"
+        said = f"frozen at the look at {len(window.seeds)} seeds, among which {window.reason}"
         window = replace(window, reason=said)
     return replace(window, log_excess={**window.log_excess, **seen.log_excess})
+
+
+def why_no_step(
+    study: RecordedStudy,
+    window: Window,
+    distances: Mapping[int, SeedDistances],
+    reference: str,
+) -> tuple[str, str]:
+    """Return why no step can be judged, and what to do."""
+    said = f"there is no step to judge at: {window.reason}"
+    nudges = [arm.name for arm in study.arms if arm.role == "nudge"]
+    near = nearness_of(window, distances, nudges, reference)
+    if near is None:
+        return said, (
+            "let controls and reference run to their ends; where a nudge leaves the limit at once, "
+            "add earlier snapshots"
+        )
+    step, times = near
+    return (
+        f"{said}; {reference} is no farther from the baseline than a nudge is, "
+        f"{three_figures(times)} times as far at step {step}, so that chaos hides the baseline's "
+        "own error",
+        "make the low precision the baseline and the higher one the reference; where they are so "
+        "already, add earlier snapshots",
+    )
 
 
 def known_step(study: RecordedStudy) -> int:

@@ -34,10 +34,11 @@ from stability.analysis.study_distances import (
     reference_of,
     study_distances,
     why_itself,
+    why_no_step,
 )
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.analysis.unseen_harm import what_may_show
-from stability.analysis.window import Window, nearness_of
+from stability.analysis.window import Window
 from stability.config.axes import CHANGES_WEIGHTS, axes_of, touches
 from stability.config.commands import is_command
 from stability.config.roles import REFERENCE_AXES
@@ -93,7 +94,7 @@ def training_evidence(
     except ValueError as error:
         return _silent("not measured", str(error), advice(study, "distances"))
     if not window.step:
-        why = _why_no_step(study, window, distances, reference.name)
+        why = why_no_step(study, window, distances, reference.name)
         return replace(_silent("not measured", *why), cell="no step to judge")
     weights = {s: x.weights[window.step] for s, x in distances.items() if window.step in x.weights}
     return _judge(
@@ -153,31 +154,6 @@ def missing_controls(study: RecordedStudy) -> tuple[str, str] | tuple[()]:
             advice(study, "nudge"),
         )
     return ()
-
-
-def _why_no_step(
-    study: RecordedStudy,
-    window: Window,
-    distances: Mapping[int, SeedDistances],
-    reference: str,
-) -> tuple[str, str]:
-    """Return why no step can be judged, and what to do."""
-    said = f"there is no step to judge at: {window.reason}"
-    nudges = [arm.name for arm in study.arms if arm.role == "nudge"]
-    near = nearness_of(window, distances, nudges, reference)
-    if near is None:
-        return said, (
-            "let controls and reference run to their ends; where a nudge leaves the limit at once, "
-            "add earlier snapshots"
-        )
-    step, times = near
-    return (
-        f"{said}; {reference} is no farther from the baseline than a nudge is, "
-        f"{three_figures(times)} times as far at step {step}, so that chaos hides the baseline's "
-        "own error",
-        "make the low precision the baseline and the higher one the reference; where they are so "
-        "already, add earlier snapshots",
-    )
 
 
 def _judge(question: _Question) -> LevelEvidence:
@@ -298,6 +274,7 @@ def _evidence(question: _Question, per_seed: Mapping[int, float]) -> LevelEviden
         sentence=_sentence(question, found, apart, exact, tests),
         cell=f"E {found.mean:.2f}" if found.mean < 1e6 else f"E {found.mean:.0e}",
         decides=decides,
+        seeds_decide=not decides or decides != _where_hidden(question),
         p_harmed=harmed,
         p_holds=holds,
         figures=_figures(question, found, apart, tests),
@@ -314,6 +291,7 @@ def _state(
 ) -> tuple[LevelState, str]:
     """Return the state, and what would decide it; `apart` is what is left out."""
     limit, apart_limit = question.policy.max_excess, limit_of_left_out(question.policy)
+    hidden = _where_hidden(question)
     if _is_baseline(question) or (exact and apart is None):
         return "holds", ""
     if not question.is_look:
@@ -321,14 +299,8 @@ def _state(
     if found.low > limit or (apart is not None and apart.low > apart_limit):
         return "harmed", ""
     if found.high < limit:
-        # a candidate can't pass where chaos has made all arms alike
-        noise = question.window.largest_at(question.window.step)
-        if not noise <= question.policy.window_limit:
-            return "undecided", (
-                "an earlier step (policy: {step: N}, in a study of another name), since at step "
-                f"{question.window.step} a control has |log E| {noise:.3g}, above "
-                f"{question.policy.window_limit:g}, which more seeds do not lower"
-            )
+        if hidden:
+            return "undecided", hidden
         if apart is not None and not apart.high < apart_limit:
             return "undecided", f"of what is left out {_seeds_for(apart, apart_limit, alpha)}"
         return "holds", ""
@@ -341,7 +313,20 @@ def _state(
             question.policy.window_limit,
             question.distances,
         )
-    return "undecided", _seeds_for(found, limit, alpha)
+    then = f", which may show harm alone; to hold, {hidden}" if hidden else ""
+    return "undecided", f"{_seeds_for(found, limit, alpha)}{then}"
+
+
+def _where_hidden(question: _Question) -> str:
+    """Return what to do where chaos has made all arms alike, so that none can pass; else empty."""
+    step, limit = question.window.step, question.policy.window_limit
+    noise = question.window.largest_at(step)
+    if noise <= limit:
+        return ""
+    return (
+        f"an earlier step (policy: {{step: N}}, in a study of another name), since at step {step} "
+        f"a control has |log E| {noise:.3g}, above {limit:g}, which more seeds do not lower"
+    )
 
 
 def _seeds_for(found: Excess, limit: float, alpha: float) -> str:
@@ -378,7 +363,10 @@ def _sentence(
         said += f" Step {window.step} lies in the warm-up of {warm_up} updates."
     spread = window.largest_at(window.step)
     if not math.isnan(spread):
-        said += f" Nudges stay within {math.expm1(spread):.1%} of 1 there."
+        said += (
+            f" Nudges stay within {math.expm1(spread):.1%} of 1 there (limit "
+            f"{math.expm1(policy.window_limit):.1%})."
+        )
     if not question.of_all:
         said += sentence_of_left_out(question.weights, apart, limit_of_left_out(policy))
     said += _of_reruns(question) + _of_repetitions(question)

@@ -327,8 +327,9 @@ def _at_look(
         return evidence
     of_looks = evidence.level in ("operator", "gradient")
     more = f"more looks, {more_looks(study, arm, evidence.level)}" if of_looks else "more seeds"
+    which = ", corrected for all arms and levels as no interval is," * (evidence.state == "harmed")
     decides = (
-        f"{more}; p is {p:.2g}, corrected for all arms and levels, and has to be {share:.2g}"
+        f"{more}; p{which} is {p:.2g} and has to be {share:.2g}"
         if share
         else f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
     )

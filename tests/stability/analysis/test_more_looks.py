@@ -163,6 +163,37 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
 
 
 @pytest.mark.parametrize(
+    ("undecided", "reason", "outlook"),
+    [
+        (
+            ["training"],
+            "a control has left the limit where the training level is judged, so more seeds decide "
+            "nothing",
+            "more seeds add nothing to what is undecided",
+        ),
+        (
+            ["operator", "training"],
+            "the operator level is looked at in the first seed alone, and a control has left the "
+            "limit where the training level is judged, so more seeds decide nothing",
+            "more seeds add nothing to what is undecided",
+        ),
+        (
+            ["training", "outcome"],
+            f"{NEXT}, which add nothing at the training level",
+            NEXT,
+        ),
+    ],
+    ids=["training-alone", "none-decides", "outcome-may"],
+)
+def test_no_seeds_are_advised_for_a_step_that_a_control_has_left(study, undecided, reason, outlook):
+    first = _looked_at_in(study, (0,))
+    hidden = {**OPEN, "training": replace(OPEN["training"], seeds_decide=False)}
+    judged = _judge(first, {**HOLDS, **{level: hidden[level] for level in undecided}})
+    assert judged.arm("flash_fa2").sentence.endswith(f"undecided; {reason}{WITHOUT_BROKEN}")
+    assert judged.outlook == outlook
+
+
+@pytest.mark.parametrize(
     ("found", "outlook", "open_outlook"),
     [
         (

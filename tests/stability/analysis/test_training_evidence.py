@@ -251,14 +251,17 @@ def test_a_step_named_late_can_harm_but_not_hold(tmp_path):
     assert _of(good).state == "holds"
     found = _of(good, policy=late)
     assert found.state == "undecided"
-    assert (
-        "an earlier step (policy: {step: N}, in a study of another name), since at step 20 a"
-        in (found.decides)
-    )
+    other = "an earlier step (policy: {step: N}, in a study of another name), since at step 20 a"
+    assert found.decides.startswith(other)
     assert found.decides.endswith("above 0.04, which more seeds do not lower")
+    assert not found.seeds_decide, "what is below the limit stays there"
+    assert "of 1 there (limit 4.1%)" in found.sentence
     assert "(named in the policy)" in found.sentence
     bad = write_study(tmp_path / "bad", {**arms, "candidate": candidate(2.0)})
     assert _of(bad, policy=late).state == "harmed"
+    unsure = _of(bad, policy=PolicyConfig(step=20, max_excess=_of(bad).figures["excess"]))
+    assert f", which may show harm alone; to hold, {other}" in unsure.decides
+    assert unsure.seeds_decide
 
 
 def test_predictions_are_told_beside_the_weights(tmp_path):
@@ -396,7 +399,7 @@ def test_the_window_is_frozen_at_the_first_look_and_kept(tmp_path):
     more = write_study(tmp_path, {**calm, "nudge": Part("nudge", "nudge", weights)}, seeds=5)
     found = _of(more)
     assert found.figures["step"] == 20
-    assert "frozen at the look at 3 seeds" in found.sentence
+    assert "(frozen at the look at 3 seeds, among which no control leaves" in found.sentence
     assert window_problems(more, POLICY) == []
 
 

@@ -171,7 +171,9 @@ def test_a_level_holds_only_at_the_error_rate_of_its_look(study):
     """One look of five has one-sided 0.014; 0.02 would do for a study that looks once."""
     for p_holds, outcome in ((0.013, "PASS"), (0.02, "INCONCLUSIVE")):
         one = _evidence("training", "holds", 0.9, p_holds)
-        assert _outcome(study, _with(HOLDS, one=one)).outcome == outcome
+        found = _outcome(study, _with(HOLDS, one=one))
+        assert found.outcome == outcome
+    assert found.levels["training"].decides == "more seeds; p is 0.02 and has to be 0.014"
 
 
 def test_harm_is_corrected_for_arms_and_levels(study):
@@ -183,13 +185,14 @@ def test_harm_is_corrected_for_arms_and_levels(study):
     assert found.outcome == "INCONCLUSIVE"
     assert found.levels["training"].state == "undecided"
     assert found.levels["training"].decides == (
-        "more seeds; p is 0.04, corrected for all arms and levels, and has to be 0.014"
+        "more seeds; p, corrected for all arms and levels as no interval is, is 0.04 and has to be "
+        "0.014"
     )
     looked_at = _outcome(study, _with(HOLDS, one=_evidence("gradient", "harmed", 0.01, 0.99)))
     assert looked_at.levels["gradient"].decides == (
         "more looks, by more steps or a smaller `probe.gradient_every`, in a study of another "
-        "name; more seeds add none, since only the first is looked at; p is 0.04, corrected for "
-        "all arms and levels, and has to be 0.014"
+        "name; more seeds add none, since only the first is looked at; p, corrected for all "
+        "arms and levels as no interval is, is 0.04 and has to be 0.014"
     )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"
