@@ -75,7 +75,7 @@ class Spooled:
     modules: Mapping[str, str]
     attention: Mapping[str, Any]
     """How many of its calls were `replaced`, `compiled` or `without_gradient`, and the fewest and
-    the most `keys` of those that were replaced, where that is known."""
+    the most `keys` of those that were replaced, and their `dtypes`, where that is known."""
     witness: Mapping[str, Any]
     """What the first rank tells of what it executed (`inside.witness`); empty if it was killed."""
     files: Sequence[str]

@@ -345,7 +345,7 @@ def _seen(run: ForeignRun, spooled: Spooled) -> dict[str, Any]:
         "untold": list(spooled.untold),
         "doubts": list(spooled.doubts),
         "start_parts": dict(spooled.start_parts),
-        **({"keys": spooled.attention["keys"]} if spooled.attention.get("keys") else {}),
+        **{x: spooled.attention[x] for x in ("keys", "dtypes") if spooled.attention.get(x)},
         "notes": [
             *spooled.notes,
             *_snapshot_notes(run, spooled),
@@ -409,7 +409,8 @@ def _attention_notes(run: ForeignRun, spooled: Spooled) -> list[str]:
     calls = spooled.attention
     count, traced, idle = (calls[x] for x in ("replaced", "compiled", "without_gradient"))
     inside = f", and {traced} in compiled graphs, at each of their runs" if traced else ""
-    beside = f", and {idle} that are not back-propagated" if idle else ""
+    # of an evaluation, a teacher or a frozen model: which of them is not known
+    beside = f", and {idle} without a backward pass, such as an evaluation's" if idle else ""
     return [f"{count} attention calls were replaced by {run.asked.attention}{inside}{beside}"]
 
 

@@ -17,7 +17,7 @@ import inspect
 import sys
 from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, Callable, ContextManager, Dict, Optional, Set, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import Tensor
@@ -60,6 +60,8 @@ class ReplacedCalls:
         """Calls that can be back-propagated, and others, as of a teacher or an evaluation."""
         self.keys: Tuple[int, int] = (0, 0)
         """The fewest and the most keys of those that can be back-propagated, outside of graphs."""
+        self.dtypes: Set[torch.dtype] = set()
+        """What keys are in there, as autocast hands them on."""
         self.original: Optional[Callable[..., Tensor]] = None
         """PyTorch's own function."""
         self.is_watched = False
@@ -136,7 +138,7 @@ class ReplacedCalls:
             "replaced": self.count,
             "compiled": self.traced,
             "without_gradient": self.untrained,
-            **({"keys": keys} if keys else {}),
+            **({"keys": keys, "dtypes": self._dtype_names()} if keys else {}),
         }
 
     def add(self, key: Any) -> None:
@@ -146,6 +148,10 @@ class ReplacedCalls:
             keys = int(key.shape[-2])
             least, most = self.keys
             self.keys = (min(least or keys, keys), max(most, keys))
+            self.dtypes.add(_autocast_dtype_of(key))
+
+    def _dtype_names(self) -> List[str]:
+        return sorted(str(dtype).partition(".")[2] for dtype in self.dtypes)
 
     @property
     def traced(self) -> int:
@@ -289,8 +295,12 @@ def _of_backend(profile: str, original: Callable[..., Tensor]) -> Callable[..., 
 
 def _as_autocast(x: Tensor) -> Tensor:
     """Return what autocast hands to SDPA: the same values in its dtype, where it is on."""
+    return x.to(_autocast_dtype_of(x))
+
+
+def _autocast_dtype_of(x: Tensor) -> torch.dtype:
     dtype = autocast_dtype(x.device.type)
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+    return x.dtype if dtype is None or x.dtype == torch.float64 else dtype
 
 
 def _imported(name: str, device: torch.device) -> Callable[..., Any]:

@@ -3,8 +3,9 @@
 The study's own bar tells the time left of the whole study, runs and what follows (`time_left`),
 until the report is written; that planted faults may take longer is said as the first run begins.
 Where there is no terminal (a log file, CI) it is one line for each run that ends, with the time
-left where it has finished. A long note that several runs have is written out of the first, and at
-the end it is said of how many others it holds. The class is an observer of the study: a
+left where it has finished. A long note that several runs have is written out of the first, with a
+number, and at the end it is said of how many others the note of that number holds. The class is an
+observer of the study: a
 `callbacks.study_observer.StudyObserver`.
 """
 
@@ -78,8 +79,6 @@ _MAY_TAKE_LONGER = (
 """Said once, of a study that plants some: neither is known before all runs are over."""
 _SHORT = 40
 """Characters of a note that is written out of each run: that it waits for another process."""
-_BEGINS = 60
-"""Characters of a note by which it is known again."""
 _NAMED = 3
 """Runs of which a note holds too that are named; of more it is said how many there are."""
 
@@ -116,6 +115,8 @@ class StudyDisplay:
         self._total = total_runs
         self._noted: dict[str, list[str]] = {}
         """The runs of which each note was said, each once."""
+        self._numbers: dict[str, int] = {}
+        """By which each long note is known again."""
         self._runs: dict[tuple[str, int], _Bar] = {}
         self._assay: _Assay | None = None
 
@@ -161,8 +162,11 @@ class StudyDisplay:
         run, runs = f"{arm}, seed {seed}", self._noted.setdefault(text, [])
         if run not in runs:
             runs.append(run)
-        if runs[0] == run or len(text) <= _SHORT:
+        if len(text) <= _SHORT:
             self._note(run, text)
+        elif runs[0] == run:
+            number = self._numbers.setdefault(text, len(self._numbers) + 1)
+            self._note(run, f"({number}) {text}")
 
     def _note(self, run: str, text: str) -> None:
         self._progress.console.print(
@@ -171,12 +175,15 @@ class StudyDisplay:
 
     def _say_whose_notes_hold(self) -> None:
         """Say of how many runs each long note holds beside the first."""
-        for text, (first, *others) in self._noted.items():
-            if others and len(text) > _SHORT:
-                many = len(others) > _NAMED
-                whom = f"{len(others)} other runs" if many else " and ".join(others)
-                begins = text if len(text) <= _BEGINS else f"{text[:_BEGINS].rstrip()}..."
-                self._note(first, f'"{begins}" holds for {whom} too')
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for text, runs in self._noted.items():
+            if len(runs) > 1 and len(text) > _SHORT:
+                alike.setdefault(tuple(runs), []).append(f"({self._numbers[text]})")
+        for (first, *others), numbers in alike.items():
+            many = len(others) > _NAMED
+            whom = f"{len(others)} other runs" if many else " and ".join(others)
+            hold = "holds" if len(numbers) == 1 else "hold"
+            self._note(first, f"{' and '.join(numbers)} {hold} for {whom} too")
         self._noted.clear()
 
     def wandb_failed(self, arm: str, seed: int, text: str) -> None:

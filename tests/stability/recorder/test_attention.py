@@ -168,6 +168,21 @@ def test_the_fewest_and_the_most_keys_of_what_trains_are_told(
     assert "keys" not in calls.told(), "of a graph they are not known"
 
 
+def test_the_dtypes_of_what_trains_are_told_as_autocast_makes_them(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", ATTENTION)
+    calls = replace_attention("sdpa:math")
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+    functional.scaled_dot_product_attention(q.detach(), q.detach(), q.detach())
+    assert "dtypes" not in calls.told(), "an evaluation may be of another one"
+    with torch.autocast("cpu", torch.bfloat16):
+        functional.scaled_dot_product_attention(q, q, q)
+    assert calls.told()["dtypes"] == ["bfloat16"]
+    functional.scaled_dot_product_attention(q.half(), q.half(), q.half())
+    assert calls.told()["dtypes"] == ["bfloat16", "float16"]
+
+
 @pytest.mark.slow
 def test_under_autocast_it_gets_what_sdpa_would_compute_in(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN.format(dtype="bfloat16"))
@@ -187,7 +202,7 @@ def test_it_takes_the_place_in_a_model_of_hugging_face(
     assert study.record("baseline") == 0
     assert study.record("math", options=("--attention", "sdpa:math")) == 0
     # two layers, two micro-batches in each of six updates, and three evaluations of one batch
-    replaced = "24 attention calls were replaced by {}, and 6 that are not back-propagated"
+    replaced = "24 attention calls were replaced by {}, and 6 without a backward pass, "
     assert replaced.format("sdpa:math") in capsys.readouterr().out
     assert study.manifest("math").axis == "attention"
     assert study.batches("math") == study.batches("baseline")
@@ -375,7 +390,7 @@ def test_an_attention_that_is_called_in_evaluation_alone_proves_no_pair(
     assert study.record("baseline") == 0
     assert study.record("wrong", options=("--attention", "mine:wrong")) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "0 attention calls were replaced by mine:wrong, and 4 that are not back-" in said
+    assert "0 attention calls were replaced by mine:wrong, and 4 without a backward pass" in said
     assert "unproven: that the attention which was replaced trains: none of its 4 calls" in said
     assert code_of("verify", str(study.folder)) == 1
     assert "1 unproven" in " ".join(capsys.readouterr().out.split())
@@ -394,7 +409,7 @@ def test_a_causal_call_with_more_keys_than_queries_is_pytorchs_own_or_refused(
         right = own(q, kv, kv, is_causal=True)
         assert torch.allclose(swapped(q, kv, kv, is_causal=True), right, atol=1e-6)
         told = {"replaced": 1, "compiled": 0, "without_gradient": 0, "keys": [6, 6]}
-        assert calls.told() == told
+        assert calls.told() == {**told, "dtypes": ["float32"]}
         return
     with pytest.raises(ValueError, match="a causal mask over more or fewer keys than queries"):
         swapped(q, kv, kv, is_causal=True)

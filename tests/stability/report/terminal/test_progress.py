@@ -45,18 +45,18 @@ def test_a_note_is_written_out_once_and_whose_it_is_is_said_at_the_end():
             display.run_noted(arm, 1, f"{long} still")
         for arm in "ab":
             display.run_noted(arm, 2, "held out: 16 samples that the script evaluates at 2 steps")
+            display.run_noted(arm, 2, "not part of the batches' hash: what the loss alone is given")
     assert [line.strip() for line in file.getvalue().splitlines()] == [
-        f"note  a, seed 0   {long.strip()}",
+        f"note  a, seed 0   (1) {long.strip()}",
         "note  b, seed 0   short",
         "note  a, seed 0   short",
         "note  b, seed 0   own",
-        f"note  c, seed 1   {long} still",
-        "note  a, seed 2   held out: 16 samples that the script evaluates at 2 steps",
-        f'note  a, seed 0   "{long[:60].rstrip()}..." holds for b, seed 0 too',
-        f'note  c, seed 1   "{long[:60].rstrip()}..." holds for d, seed 1 and e, seed 1 and f, '
-        "seed 1 too",
-        'note  a, seed 2   "held out: 16 samples that the script evaluates at 2 steps" holds for '
-        "b, seed 2 too",
+        f"note  c, seed 1   (2) {long} still",
+        "note  a, seed 2   (3) held out: 16 samples that the script evaluates at 2 steps",
+        "note  a, seed 2   (4) not part of the batches' hash: what the loss alone is given",
+        "note  a, seed 0   (1) holds for b, seed 0 too",
+        "note  c, seed 1   (2) holds for d, seed 1 and e, seed 1 and f, seed 1 too",
+        "note  a, seed 2   (3) and (4) hold for b, seed 2 too",
     ]
 
 
