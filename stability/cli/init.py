@@ -2,69 +2,38 @@
 
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from stability.cli.command_parts import parts_of, with_seed
 from stability.cli.flag_arms import flags_of_arms, is_lower_precision, with_values_joined
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
-from stability.cli.study_text import study_text
+from stability.cli.study_text import is_wider, study_text
 from stability.cli.templates import Template, check_no_fault, write_template
-from stability.config.command_study import expand_commands, load_command_study
-from stability.config.commands import (
-    GRADIENT_NEEDS,
-    PRECISION_QUESTION,
-    command_training,
-    filled_in,
-    own_steps,
-    probe_settings,
-)
+from stability.cli.trials import SEEDED, TRIAL, Trials, tried
+from stability.config.commands import PRECISION_QUESTION, filled_in, own_steps
 from stability.config.convert import Place
 from stability.config.load import check_name
 from stability.config.masking import masked_values, masked_words
 from stability.records.atomic_files import make_folders, write_text
-from stability.records.paths import RunPaths
-
-if TYPE_CHECKING:
-    from stability.records.manifest import Manifest
 
 __all__ = ["init", "option_help", "split_options"]
 
-TRIAL = 2
-"""Updates of the trial."""
 STEPS = 100
 """Updates of an arm, unless others are asked for."""
 _A_REFERENCE = "a reference"
 _A_MILDER = "a milder broken arm"
 _A_LOSS = "a held-out loss"
-_NO_PROOF = (
-    "It is written, but a run that stops so is no proof that harm is seen: give it a value with "
-    "which the command trains to its end, only worse"
-)
-_REJECTED = "the command ended with exit code 2: "
-"""How a trial ends whose script does not take a flag or its value, as argparse's."""
-_SEEDED = (
-    "the command takes no seed that was found: Python, NumPy and torch are seeded before it, and "
-    "another seed makes another run"
-)
-_NO_GRADIENT = (
-    "the attention's calls are looked at, and the whole model's gradient is not: for that "
-    f"{GRADIENT_NEEDS}; {{}}. No PASS without it: mend that, and write the study anew, to a new "
-    "file"
-)
 _AS_ASKED = "as init's --steps says"
+_CHECKED = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""What `stability check` calls a dtype."""
 _OF_PRECISION = (
     "{} is a lower precision than the command's, beside which no step can be judged: give the flag "
     "to the command, and leave --candidate out, as in the command at the end; "
     f"{PRECISION_QUESTION}"
-)
-_SEEDS_ITSELF = (
-    "the command seeds itself: given another seed beforehand it is the same run. A verdict needs 3 "
-    "seeds: give it the seed that it takes, as in `-- python train.py --seed 0`, to a new file"
 )
 
 
@@ -123,7 +92,7 @@ def init(
 
     with tempfile.TemporaryDirectory(prefix="stability-init-") as folder:
         try:
-            trials, found = _tried(_Trials(Path(folder), given, env or {}, attention))
+            trials, found = tried(Trials(Path(folder), given, env or {}, attention))
             of_gradient = trials.of_gradient()
             said = "" if has_seed else trials.of_seed()
             why_not = trials.of_reference(text(), found.hashes["init_weights"])
@@ -144,13 +113,15 @@ def init(
         instead = _with_lower_baseline(trials, text(), to, further)
     _print_seen(found.resolved, notes)
     make_folders(to.parent)
-    is_seeded = has_seed or said == _SEEDED
+    is_seeded = has_seed or said == SEEDED
+    dtypes = found.resolved.get("dtypes", ())
     written = text(
         is_seeded=is_seeded,
         has_reference=not why_not,
         has_gradient=trials.has_gradient,
         has_loss=_has_loss(found.resolved),
         instead=instead,
+        dtypes=dtypes,
     )
     write_text(to, written)
     told = {"env": env or {}, **arms}
@@ -165,11 +136,11 @@ def init(
     else:
         missing = [*_to_fill_in(written), *([_A_MILDER] if stopped else [])]
         missing += [] if _has_loss(found.resolved) else [_A_LOSS]
-        _print_next(to, missing, attention)
+        _print_next(to, missing, attention, dtypes)
     return HOLDS
 
 
-def _with_lower_baseline(trials: "_Trials", text: str, to: Path, further: Mapping[str, str]) -> str:
+def _with_lower_baseline(trials: Trials, text: str, to: Path, further: Mapping[str, str]) -> str:
     """Return the `init` whose command is that of the candidate in the study `text`.
 
     `further` are its options by name, where they are not empty.
@@ -181,10 +152,21 @@ def _with_lower_baseline(trials: "_Trials", text: str, to: Path, further: Mappin
     return shlex.join(["stability", "init", *masked_words([*given, "--", *words])])
 
 
-def _print_next(to: Path, missing: Sequence[str], attention: str) -> None:
-    """Print what comes next, with the study in the file `to`, which lacks the arms `missing`."""
+def _print_next(
+    to: Path, missing: Sequence[str], attention: str, dtypes: Sequence[str] = ()
+) -> None:
+    """Print what comes next, with the study in the file `to`, which lacks the arms `missing`.
+
+    `dtypes` are those in which the script calls its attention, where they are known: a kernel need
+    not be for others.
+    """
     if attention and not attention.startswith("sdpa:"):
-        print_line(f"first, its numbers alone: stability check {attention} --quick")
+        asked = ",".join(_CHECKED[x] for x in dtypes if x in _CHECKED)
+        of = f" --dtype {asked}" if asked else ""
+        print_line(f"first, its numbers alone: stability check {attention} --quick{of}")
+    if is_wider(attention, dtypes):
+        print_line(f"{to}: allows an error ratio of 4, where 2 is usual, as FlashAttention's dq")
+        print_line("  needs; the file says when to leave that out, and a PASS says that it was so")
     if attention.partition(":")[0] == "flash":
         print_line(
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"
@@ -226,160 +208,6 @@ def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:
         if note:
             lacks = "; no PASS without it" if note.startswith(NO_LOSS) else ""
             print_line(f"  {note}{lacks}")
-
-
-def _tried(trials: "_Trials") -> "tuple[_Trials, Manifest]":
-    """Return what recorded the command, and the record: as asked, or without its gradient.
-
-    RunFailedError if it is no training, or has no attention to replace.
-    """
-    from stability.study.foreign import RunFailedError  # heavy
-
-    try:
-        return trials, trials.record()
-    except RunFailedError as error:
-        _, _, rest = str(error).partition(f"{GRADIENT_NEEDS}; ")
-        if not rest:
-            raise
-        unseen = rest.partition(";")[0]
-    without = replace(trials, folder=trials.folder / "no_gradient", unseen=unseen)
-    return without, without.record()
-
-
-@dataclass(frozen=True, slots=True)
-class _Trials:
-    """Records a few updates of a command, as often as is asked, into a temporary folder."""
-
-    folder: Path
-    words: Sequence[str]
-    env: Mapping[str, str]
-    attention: str
-    unseen: str = ""
-    """Why the gradient of the whole model can't be looked at, if it can't."""
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether it can."""
-        return not self.unseen
-
-    def record(
-        self,
-        study: str = "trial",
-        seed: int = 0,
-        words: Sequence[str] = (),
-        steps: int = TRIAL,
-    ) -> "Manifest":
-        """Record the command, or other `words`; RunFailedError if it is no training.
-
-        What the command prints is shown of the first trial, below a line that says so; of others,
-        which print the same again, that line alone.
-        """
-        from stability.recorder.launch import Asked  # heavy
-        from stability.study.foreign import record_command
-        from stability.study.foreign_plan import plan_run
-
-        given = words or self.words
-        is_first = self.has_gradient and not any(self.folder.iterdir())
-        make_folders(self.folder)
-        swapped = "" if words else self.attention
-        print_line(_told_of_trial(study, seed, steps, swapped, is_first=is_first))
-        probe = probe_settings(swapped, 1, int(bool(swapped) and self.has_gradient))
-        run = plan_run(
-            self.folder,
-            study,
-            "baseline",
-            seed,
-            command_training(given, self.env),
-            asked=Asked(seed=seed, steps=steps, attention=swapped, probe=probe),
-            words=given,
-            env=self.env,
-        )
-        output = None if is_first else self.folder / "output.txt"
-        return record_command(run, output=output)
-
-    def of_gradient(self) -> str:
-        """Return what is to be said of the looks at the model's gradient; empty if all is seen."""
-        if not self.has_gradient:
-            return _NO_GRADIENT.format(self.unseen)
-        from stability.records.events import is_in_part, read_log_and_events  # heavy
-
-        log = RunPaths.for_run(self.folder / "trial", "baseline", 0).metrics
-        _, events = read_log_and_events(log)
-        parts = [each.text for each in events if each.layer == "gradient"]
-        return next((f"the whole model's gradient is {x}" for x in parts if is_in_part(x)), "")
-
-    def of_seed(self) -> str:
-        """Return what is to be said of the command, given another seed beforehand."""
-        from stability.study.foreign import RunFailedError  # heavy
-        from stability.study.foreign_checks import SAME_RUN
-
-        try:
-            self.record(seed=1)
-        except RunFailedError as error:
-            if SAME_RUN in str(error):
-                return _SEEDS_ITSELF
-            return f"whether another seed makes another run is not known: {error}"
-        return _SEEDED
-
-    def of_reference(self, text: str, start: str) -> str:
-        """Return why the reference that `text` has is none; empty if it is, or has none.
-
-        `start` is the hash of the baseline's start weights, which must be the reference's too.
-        """
-        from stability.study.foreign import RunFailedError  # heavy
-
-        words = self.words_of_arms(text).get("reference")
-        if words is None:
-            return ""
-        try:
-            # without the attention in question, which a reference has not
-            found = self.record(study="reference", words=words)
-        except RunFailedError as error:
-            return str(error).partition(": ")[2]  # which begins with the run
-        except ValueError as error:
-            return str(error)
-        same = found.hashes["init_weights"] == start
-        return (
-            ""
-            if same
-            else f"`{shlex.join(masked_words(words))}` starts from other weights, or another dtype"
-        )
-
-    def of_arms(self, text: str, arms: Iterable[str]) -> str:
-        """Record an update of each of `arms` that `text` has; RunFailedError, naming the arm.
-
-        Return what is to be said of a broken arm that stops in it, but for a flag that its script
-        does not take: harm may stop a training, and a mistake in a name is no harm.
-        """
-        from stability.study.foreign import RunFailedError  # heavy
-
-        stopped = ""
-        for arm in arms:
-            words = self.words_of_arms(text)[arm]
-            try:
-                self.record(study=arm, words=words, steps=1)
-            except RunFailedError as error:
-                why = str(error).partition(": ")[2]  # which begins with the run
-                said = f"--{arm}: `{shlex.join(masked_words(words))}`: {why}"
-                if arm != "broken" or why.startswith(_REJECTED):
-                    raise RunFailedError(said) from error
-                stopped = f"the broken arm stopped in its trial, {said}. {_NO_PROOF}"
-        return stopped
-
-    def words_of_arms(self, text: str) -> dict[str, list[str]]:
-        """Return the command of each arm of the study `text`, with the first seed."""
-        path = self.folder / "study.yaml"
-        write_text(path, text)
-        return {arm.name: arm.config.words() for arm in expand_commands(load_command_study(path))}
-
-
-def _told_of_trial(study: str, seed: int, steps: int, attention: str, *, is_first: bool) -> str:
-    """Return the line before a trial, whose `study` is named like its arm."""
-    arm = "the command" if study == "trial" else f"the arm {study}"
-    arm += f" with {attention} for its attention" if attention else ""
-    updates = f"{steps} update{'s' if steps > 1 else ''}"
-    said = f"trial of {arm}, seed {seed}, {updates}"
-    return f"{said}; what it prints:" if is_first else said
 
 
 def _to_fill_in(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from stability.cli.command_parts import CommandParts, parts_of
 from stability.config.commands import GRADIENT_NEEDS
 from stability.config.load import RESERVED, parse_value
 
-__all__ = ["reference_flags", "study_text"]
+__all__ = ["is_wider", "reference_flags", "study_text"]
 
 _OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
 _WIDER = {
@@ -44,17 +44,17 @@ _SWAPPED = """\
   # what is in question: it takes the place of the script's own attention, and is compared with it
   {arm}:
     attention: {name}
-    probe: &looked {{candidate: {name}, every: {every}, gradient_every: {of_gradient}}}
+    probe: {{candidate: {name}, every: {every}, gradient_every: {of_gradient}}}
 """
 _NO_GRADIENT = f"""\
   # no PASS as it is, since the whole model's gradient is not looked at: `gradient_every: {{every}}`
   # does, and for that {GRADIENT_NEEDS}
 """
 _PLANTED = """\
-  # one with a planted fault, which must be found to be harmed
+  # one with a planted fault, which must be found to be harmed: for that half the looks are enough
   broken:
     attention: {name}+out_gain_1pct
-    probe: *looked
+    probe: {{candidate: {candidate}, every: {every}, gradient_every: {of_gradient}}}
 """
 _HELD_OUT = """\
   # there is no PASS without a held-out loss; of a script that evaluates none name a function that
@@ -83,6 +83,12 @@ _LOWER = """\
 """
 _GIVEN_BROKEN = """\
   # one that must be found to be harmed, or a PASS is worth nothing
+"""
+_WIDER_LIMIT = """\
+# FlashAttention's dq errs up to 4 times as far as plain attention's, since it takes delta from the
+# rounded output: the default, 2, would find that harmed. A PASS says that 4 was allowed; for a
+# kernel that takes delta from what is not rounded leave this line out, before the first run
+policy: {max_error_ratio: 4.0}
 """
 _ONE_SEED = """\
 # a verdict needs 3 seeds, and the command was given none that it takes: put {seed} into it, as in
@@ -119,6 +125,7 @@ def study_text(
     has_loss: bool = True,
     arms: Mapping[str, Mapping[str, Any]] | None = None,
     instead: str = "",
+    dtypes: Sequence[str] = (),
 ) -> str:
     """Return the YAML of a study of the command `words`.
 
@@ -127,7 +134,8 @@ def study_text(
     the gradient of the whole model can be looked at; `has_loss`: whether the script was seen to
     evaluate held-out text, else there is a place for a function that does; `arms`: the flags of a
     candidate and of a broken arm, where they are given; `instead`: the `init` to be given in place
-    of this one, where the candidate can't be judged, being of a lower precision than the base.
+    of this one, where the candidate can't be judged, being of a lower precision than the base;
+    `dtypes`: in which the script calls its attention, where that was seen.
     """
     parts = parts_of(words)
     seeds = "[0, 1, 2]" if is_seeded else f"[0]\n{_ONE_SEED}"
@@ -158,7 +166,16 @@ arms:
     nudge: {{ulps: 1}}
 
 seeds: {seeds.rstrip()}
-"""
+{_WIDER_LIMIT if is_wider(attention, dtypes) else ""}"""
+
+
+def is_wider(attention: str, dtypes: Sequence[str]) -> bool:
+    """Whether a study of an attention allows a wider error ratio: a FlashAttention needs it.
+
+    In FP32 none does, since there the output is as good as not rounded, nor do PyTorch's own, of
+    which the script's is one.
+    """
+    return bool(dtypes) and "float32" not in dtypes and not attention.startswith("sdpa:")
 
 
 def _asked_and_broken(
@@ -182,11 +199,13 @@ def _swapped(attention: str, every: int, *, has_gradient: bool) -> str:
     is_name = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) and parse_value(name) == name
     arm = name if is_name and name.lower() not in (*taken, *RESERVED) else "candidate"
     of_gradient = every if has_gradient else 0
-    said = _SWAPPED.format(arm=arm, name=attention, every=every, of_gradient=of_gradient)
+    looks = {"every": every, "of_gradient": of_gradient}
+    said = _SWAPPED.format(arm=arm, name=attention, **looks)
     said = said if has_gradient else _NO_GRADIENT.format(every=every) + said
     # no fault can be planted on PyTorch's own
     planted = "flash:fa2" if attention.startswith("sdpa:") else attention
-    return said + _PLANTED.format(name=planted)
+    rarer = {name: 2 * each for name, each in looks.items()}
+    return said + _PLANTED.format(name=planted, candidate=attention, **rarer)
 
 
 def reference_flags(flags: Mapping[str, Any]) -> dict[str, Any]:

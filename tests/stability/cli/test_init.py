@@ -12,6 +12,7 @@ from stability.cli.init import _print_next, _updates
 from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import PRECISION_QUESTION
+from stability.config.study import PolicyConfig
 from stability.records.events import GRADIENT_IN_PART
 from tests.stability.recorder.recording import SCRIPTS, code_of
 
@@ -161,11 +162,11 @@ def test_an_attention_is_written_with_its_fault_and_looks_enough(
     assert arms[arm].config.attention == attention
     assert arms["broken"].role == "broken"
     assert arms["broken"].config.attention == f"{attention}+out_gain_1pct"
-    for one in (arms[arm], arms["broken"]):
+    for one, rarer in ((arms[arm], 1), (arms["broken"], 2)):
         assert one.config.probe.settings() == {
             "candidate": attention,
-            "every": every,
-            "gradient_every": every,
+            "every": rarer * every,
+            "gradient_every": rarer * every,
         }
     assert arms["reference"].role == "reference"
     assert arms["reference"].config.words() == words[:-1]
@@ -265,7 +266,9 @@ def test_an_attention_is_tried_in_the_script_with_the_probe_that_is_written(
     assert "trial of the command with flash:fa2 for its attention, seed 0, 2 updates; " in said
     assert said.endswith(
         "every run ends after 20 updates, as init's --steps says\n"
-        "first, its numbers alone: stability check flash:fa2 --quick\n"
+        "first, its numbers alone: stability check flash:fa2 --quick --dtype bf16\n"
+        "study.yaml: allows an error ratio of 4, where 2 is usual, as FlashAttention's dq\n"
+        "  needs; the file says when to leave that out, and a PASS says that it was so\n"
         "flash:fa2 is this package's own kernel, on a CPU its twin in PyTorch: of another\n"
         "  build, as flash-attn's, it says nothing; give that one as MODULE:FUNCTION\n"
         "study.yaml: stability run study.yaml\n"
@@ -286,9 +289,12 @@ def test_a_model_without_its_loss_is_looked_at_under_the_scripts_own_gradient(
     assert code_of("init", "--steps", "20", "--attention", "flash:fa2", "--", *words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"the whole model's gradient is {GRADIENT_IN_PART}" in said
-    arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
-    for arm in ("fa2", "broken"):
-        assert arms[arm].config.probe.settings()["gradient_every"] == 1
+    written = load_command_study(tmp_path / "study.yaml")
+    arms = {x.name: x for x in expand_commands(written)}
+    for arm, every in (("fa2", 1), ("broken", 2)):
+        assert arms[arm].config.probe.settings()["gradient_every"] == every
+    assert "stability check flash:fa2 --quick --dtype fp32 flash:fa2 is this" in said
+    assert written.policy == PolicyConfig(), "in FP32 no wider limit is needed"
 
 
 def test_a_gradient_that_can_not_be_looked_at_is_left_out(
@@ -312,8 +318,8 @@ def test_a_gradient_that_can_not_be_looked_at_is_left_out(
     text = (tmp_path / "study.yaml").read_text()
     assert "`gradient_every: 1`\n  # does, and for that the model must return its loss" in text
     arms = {x.name: x for x in expand_commands(load_command_study(tmp_path / "study.yaml"))}
-    for arm in ("fa2", "broken"):
-        assert arms[arm].config.probe.settings()["every"] == 1
+    for arm, every in (("fa2", 1), ("broken", 2)):
+        assert arms[arm].config.probe.settings()["every"] == every
         assert arms[arm].config.probe.settings()["gradient_every"] == 0
 
 

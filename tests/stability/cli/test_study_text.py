@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stability.cli.command_parts import with_seed
+from stability.cli.init import _print_next
 from stability.cli.study_text import study_text
 from stability.config.command_study import load_command_study
 
@@ -73,3 +74,31 @@ def test_the_words_of_a_command_are_kept(words: list[str], tmp_path: Path) -> No
     ), shlex.join(made)
     assert study.base.env == {"A": "1"}
     assert study.base.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "checked", "ratio"),
+    [
+        (["bfloat16"], " --dtype bf16", 4.0),
+        (["float16"], " --dtype fp16", 4.0),
+        (["float32"], " --dtype fp32", 2.0),
+        (["bfloat16", "float32"], " --dtype bf16,fp32", 2.0),
+        ([], "", 2.0),
+    ],
+)
+def test_a_kernel_is_checked_and_judged_as_the_dtypes_of_the_script_need(
+    dtypes: list[str],
+    checked: str,
+    ratio: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _print_next(Path("study.yaml"), [], "mine:attend", dtypes)
+    said = capsys.readouterr().out
+    assert f"stability check mine:attend --quick{checked}\n" in said
+    assert ("allows an error ratio of 4, where 2 is usual" in said) == (ratio > 2)
+    for attention in ("mine:attend", "sdpa:math"):
+        text = study_text("mine", ["python", "x.py"], {}, 20, attention=attention, dtypes=dtypes)
+        (tmp_path / "study.yaml").write_text(text)
+        policy = load_command_study(tmp_path / "study.yaml").policy
+        assert policy.max_error_ratio == (ratio if attention == "mine:attend" else 2.0)
