@@ -11,9 +11,10 @@ import pytest
 
 from stability.cli.main import main
 from stability.config.load import load_study
-from stability.study import cost_estimate, run_study
+from stability.study import arm_trial, cost_estimate, run_study
+from stability.study.arm_trial import Trial
 from stability.study.call_over_ranks import call_over_ranks
-from stability.study.cost_estimate import StudyCost, Trial, _kept_beside, cost_of
+from stability.study.cost_estimate import StudyCost, _kept_beside, cost_of
 from stability.study.measuring_cost import USUAL, MeasuringCost
 from stability.study.memory_estimate import Estimate, Part, estimate_memory
 from stability.study.run_study import plan_study
@@ -67,7 +68,7 @@ def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys,
     before = sorted(tmp_path.iterdir())
     assert main(["estimate", str(path)]) == 0
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[1].startswith(
+    assert printed.err.splitlines()[2].startswith(
         "timing 1 of 1: baseline, seed 0: up to 6 updates"
     )
     said = printed.out.splitlines()
@@ -182,6 +183,7 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
         gradient_seconds=0.0,
         snapshot_seconds=0.5,
         start_seconds=10.0,
+        looked_start_seconds=13.0,
         distance_seconds=0.1,
         update_bytes=1.0,
         look_bytes=1.0,
@@ -193,11 +195,13 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     )
     runs = plan_study(load_study(write_study(small)), tmp_path / "runs")
     cost = cost_of(runs, "none", told=told.append)
-    assert told[1::2] == ["timed"] * 3
-    assert told[::2] == [
-        "timing 1 of 3: baseline, seed 0: up to 6 updates, and 6 with the probe",
-        "timing 2 of 3: short, seed 0: up to 6 updates",
-        "timing 3 of 3: fp32, seed 0: up to 6 updates, and 6 with the probe",
+    # the nudge is a baseline, and the one that is looked at
+    assert told == [
+        "3 runs are of 2 kinds: up to 22 updates are timed",
+        "timing 1 of 2: baseline, seed 0: up to 6 updates, and 5 with the probe",
+        "timed",
+        "timing 2 of 2: fp32, seed 0: up to 6 updates, and 5 with the probe",
+        "timed",
     ]
     assert cost.run_seconds == sum(cost.seconds_by_arm.values())
     # one snapshot between the first and the last, and two checkpoints
@@ -205,7 +209,7 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     # each look adds 2 s to an update of 1 s
     updates = sum(run.last_step for run in runs)
     kept = sum(_kept_beside(run) for run in runs)
-    assert cost.run_seconds - cost.look_seconds == 3 * 10 + updates + 0.5 * kept
+    assert cost.run_seconds - cost.look_seconds == 2 * 13 + 10 + updates + 0.5 * kept
     # a tenth for a pair of files: as the run ends that is no control, of three at four steps
     assert cost.measuring.distances == pytest.approx(0.1 * 3 * 4 / 2)
     assert cost.measuring.planted == 0
@@ -220,6 +224,7 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
         gradient_seconds=6.0,
         snapshot_seconds=0.0,
         start_seconds=0.0,
+        looked_start_seconds=0.0,
         distance_seconds=0.0,
         update_bytes=1.0,
         look_bytes=1.0,
@@ -255,8 +260,8 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
 def test_a_trial_ends_once_it_takes_long(monkeypatch, seconds, made):
     """As Lightning tells it of four micro-batches an update; it begins to count after the first."""
     now = [0.0]
-    monkeypatch.setattr(cost_estimate.time, "perf_counter", lambda: now[0])
-    clock = cost_estimate._Clock(SimpleNamespace(position=lambda: 0), longest_s=8.0)
+    monkeypatch.setattr(arm_trial.time, "perf_counter", lambda: now[0])
+    clock = arm_trial._Clock(SimpleNamespace(position=lambda: 0), longest_s=8.0)
     trainer = SimpleNamespace(global_step=0, should_stop=False)
     clock.on_train_batch_start()
     for batch in range(1, 100):
