@@ -27,13 +27,17 @@ from stability.study.distances import time_distance
 from stability.study.measuring_cost import settled
 from stability.tracking.loggers import RecordsLogger
 
-__all__ = ["LOOKS", "Trial", "kinds_of_looks", "most_updates", "time_arm"]
+__all__ = ["Trial", "kinds_of_looks", "most_updates", "time_arm"]
 
-_UPDATES, LOOKS = 12, 5
-"""What is timed of an arm at most without the probe, and with it; the first of each warms up."""
-_LEAST = 4
-_LONGEST_S = 4.0
-"""Updates of a trial however long they take, and seconds after which it begins no further one."""
+_UPDATES = 12
+"""Updates of a trial at most: the first ones warm up."""
+_LEAST, _LEAST_LOOKED = 4, 7
+"""Updates of one without a probe, and with one, however long they take."""
+_LONGEST_S = 5.0
+"""Seconds after which it begins no further one."""
+_DUE = {"every": 3, "gradient_every": 5}
+"""How often a probe looks in a trial: after the first update no other has both looks."""
+_KINDS = ("plain", *_DUE)
 _EARLY_SNAPSHOT = 2
 """The update after which a snapshot is taken, beside those of the start and of the first update."""
 
@@ -50,8 +54,6 @@ class Trial:
     snapshot_seconds: float
     start_seconds: float
     """All else: process, model, text, what warms up, two snapshots."""
-    looked_start_seconds: float
-    """The same of a run that is looked at: with what its probe needs, and its first look."""
     distance_seconds: float
     """What it takes to measure how far two snapshots are apart."""
     update_bytes: float
@@ -64,8 +66,12 @@ class Trial:
 
 
 def most_updates(config: ArmConfig) -> int:
-    """Return the most updates of a trial without probe: no more than there are in a run."""
-    return max(_LEAST, min(_UPDATES, config.train.steps))
+    """Return the most updates of a trial: no more than there are in a run, if those are enough."""
+    return max(_least(config), min(_UPDATES, config.train.steps))
+
+
+def _least(config: ArmConfig) -> int:
+    return _LEAST_LOOKED if kinds_of_looks(config) else _LEAST
 
 
 def kinds_of_looks(config: ArmConfig) -> list[str]:
@@ -86,35 +92,40 @@ def time_arm(config: ArmConfig, ranks: Ranks = ALONE) -> Trial:
 
 
 def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
-    off = replace(config.probe, every=0, steps=(), per_decade=0, gradient_every=0)
-    plain = _trained(replace(config, probe=off), most_updates(config), ranks)
-    looked = {
-        kind: _trained(replace(config, probe=replace(off, **{kind: 1})), LOOKS, ranks)
-        for kind in kinds_of_looks(config)
+    kinds = kinds_of_looks(config)
+    due = {kind: every * (kind in kinds) for kind, every in _DUE.items()}
+    probe = replace(config.probe, steps=(), per_decade=0, **due)
+    steps = most_updates(config) if ranks.count == 1 else _least(config)
+    made = _trained(replace(config, probe=probe), steps, ranks)
+    # the first update warms up, and the next one has a snapshot
+    of = {
+        kind: [i for i in range(2, len(made.seconds)) if _kind(i, kinds) == kind] for kind in _KINDS
     }
-    update = settled(plain.seconds[_EARLY_SNAPSHOT:])
-    snapshot = max(0.0, plain.seconds[_EARLY_SNAPSHOT - 1] - update)
-    start = looked_start = plain.whole - len(plain.seconds) * update
-    added, logged = {}, {}
-    for kind, each in looked.items():
-        look = settled(each.seconds[_EARLY_SNAPSHOT:])
-        # what the probe needs before it looks, and its first look, come once too
-        looked_start = max(looked_start, each.whole - len(each.seconds) * look)
-        added[kind] = max(0.0, look - update)
-        logged[kind] = max(0, each.log[-1] - plain.log[-1])
+    took = {kind: settled([made.seconds[i] for i in of[kind]]) for kind in _KINDS}
+    log = {kind: made.log[of[kind][-1]] if of[kind] else 0 for kind in _KINDS}
+    update = took["plain"]
+    added = {kind: max(0.0, took[kind] - update) for kind in kinds}
+    # the first look of each kind is in the first update
+    of_looks = sum(added[kind] * (1 + len(of[kind])) for kind in kinds)
+    snapshot = max(0.0, made.seconds[_EARLY_SNAPSHOT - 1] - update)
+    start = made.whole - len(made.seconds) * update - of_looks - snapshot
     return Trial(
         update_seconds=update,
         look_seconds=added.get("every", 0.0),
         gradient_seconds=added.get("gradient_every", 0.0),
         snapshot_seconds=snapshot,
-        start_seconds=max(0.0, start - snapshot),
-        looked_start_seconds=max(0.0, looked_start - snapshot),
-        distance_seconds=plain.distance,
-        update_bytes=plain.log[-1],
-        look_bytes=logged.get("every", 0.0),
-        gradient_bytes=logged.get("gradient_every", 0.0),
-        fixed_bytes=plain.fixed,
+        start_seconds=max(0.0, start),
+        distance_seconds=made.distance,
+        update_bytes=log["plain"],
+        look_bytes=max(0, log["every"] - log["plain"]),
+        gradient_bytes=max(0, log["gradient_every"] - log["plain"]),
+        fixed_bytes=made.fixed,
     )
+
+
+def _kind(update: int, kinds: Sequence[str]) -> str:
+    """Return what an update of a trial, from 0, has beside itself: a look, by its key, or nothing."""
+    return next((kind for kind in kinds if update % _DUE[kind] == 0), "plain")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +145,13 @@ class _Trained:
 class _Clock(Callback):
     """Notes when each update has ended, and how long the log was by then.
 
-    Training ends with the update, from number _LEAST on, that ends more than `longest_s` after the
+    Training ends with the update, from number `least` on, that ends more than `longest_s` after the
     first one.
     """
 
-    def __init__(self, log: MetricLog, longest_s: float) -> None:
+    def __init__(self, log: MetricLog, least: int, longest_s: float) -> None:
         self._file = log
+        self._least = least
         self._longest_s = longest_s
         self.times: list[float] = []
         self.sizes: list[int] = []
@@ -155,7 +167,7 @@ class _Clock(Callback):
             return
         self._note()
         is_late = self.times[-1] - self.times[1] > self._longest_s
-        if trainer.global_step >= _LEAST and is_late:
+        if trainer.global_step >= self._least and is_late:
             trainer.should_stop = True
 
     def _note(self) -> None:
@@ -166,7 +178,6 @@ class _Clock(Callback):
 
 
 def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
-    steps = steps if ranks.count == 1 else _LEAST
     train = replace(config.train, steps=steps, checkpoint_every=10 * steps, snapshot_steps=())
     config = replace(config, train=train, watch=WatchConfig(every=min(1, config.watch.every)))
     began = time.perf_counter()
@@ -186,7 +197,7 @@ def _trained(config: ArmConfig, steps: int, ranks: Ranks) -> _Trained:
             ranks=ranks,
             parallel=config.parallel,
         )
-        clock = _Clock(log, _LONGEST_S if ranks.count == 1 else math.inf)
+        clock = _Clock(log, _least(config), _LONGEST_S if ranks.count == 1 else math.inf)
         try:
             callbacks = [*parts.callbacks, door, clock]
             trainer = make_trainer(config, files, [RecordsLogger(log)], callbacks, steps, ranks)

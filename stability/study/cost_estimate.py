@@ -1,7 +1,7 @@
 """What a study will take: hours, bytes on disk and memory, from its config and a few timed steps.
 
-Time. Of each arm a few updates are made without probe and with it, each in a fresh
-process, as its runs; none is begun once some seconds have gone since the first one, and over ranks,
+Time. Of each kind of arm a few updates are made in a fresh process, as its runs; where a probe looks
+it does at some of them, and not at others. None is begun once some seconds have gone since the first one, and over ranks,
 which can't be stopped alike by their clocks, the least are made. An update takes the median
 of the later half of them, and what is slower as a run warms up counts once for each run. A run is
 its updates, those at which the probe looks, its snapshots with the held-out loss, its checkpoints,
@@ -36,7 +36,7 @@ from stability.config.schema import (
 from stability.config.study import PolicyConfig
 from stability.probe.planted_faults import MOST
 from stability.probe.schedule import Schedule
-from stability.study.arm_trial import LOOKS, Trial, kinds_of_looks, most_updates, time_arm
+from stability.study.arm_trial import Trial, kinds_of_looks, most_updates, time_arm
 from stability.study.assay import LOOK_GRADIENTS, SEQUENCES, gradient_updates, planted_on
 from stability.study.assemble import resolve_device
 from stability.study.call_over_ranks import call_over_ranks
@@ -128,7 +128,7 @@ def cost_of(
 
     Faults are planted on the candidates of `policy`, by default on the arms of that role.
     `isolated`, the trials are in processes of their own. `told` is given a line before each of
-    them, which takes seconds. ValueError as `assemble`.
+    them, which takes seconds, and one of how many updates that is. ValueError as `assemble`.
     """
     trials = _trials(runs, isolated=isolated, told=told)
     by_arm: dict[str, float] = {}
@@ -137,8 +137,7 @@ def cost_of(
         known = trials[_alike(run)]
         looks, at_gradient = _looks(run)
         added = looks * known.look_seconds + at_gradient * known.gradient_seconds
-        start = known.looked_start_seconds if looks or at_gradient else known.start_seconds
-        seconds = start + run.last_step * known.update_seconds + added
+        seconds = known.start_seconds + run.last_step * known.update_seconds + added
         seconds += _kept_beside(run) * known.snapshot_seconds
         by_arm[run.arm.name] = by_arm.get(run.arm.name, 0.0) + seconds
         of_looks += added
@@ -175,8 +174,9 @@ def _trials(
         shared = "" if kinds_of_looks(run.config) else looked.get(_alike(run), "")
         kinds.setdefault(shared or _alike(run), []).append(run)
     asked = {key: _timed_as(alike) for key, alike in kinds.items()}
-    most = sum(most_updates(each) + LOOKS * len(kinds_of_looks(each)) for each in asked.values())
-    told(f"{len(runs)} runs are of {_count(len(kinds), 'kind')}: up to {most} updates are timed")
+    most = sum(map(most_updates, asked.values()))
+    kinds_of = f"{len(kinds)} kind{'' if len(kinds) == 1 else 's'}"
+    told(f"{len(runs)} runs are of {kinds_of}: up to {most} updates are timed in all")
     if isolated:
         call_alone(int)  # the server that all processes are forked from begins, as before a study
     found: dict[str, Trial] = {}
@@ -185,10 +185,6 @@ def _trials(
         told(f"timing {place} of {len(asked)}: {_trial_of(first, config)}")
         found[key] = _timed(config, isolated=isolated)
     return {**{bare: found[key] for bare, key in looked.items()}, **found}
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _stored(runs: Sequence[Run], keep: str) -> dict[str, int]:
@@ -287,7 +283,7 @@ def _timed_as(alike: Sequence[Run]) -> ArmConfig:
 
 def _trial_of(run: Run, config: ArmConfig) -> str:
     """Return what is made to time a run, and those that are timed with it, as `config`."""
-    looks = f", and {LOOKS} with the probe" if kinds_of_looks(config) else ""
+    looks = ", some with the probe" if kinds_of_looks(config) else ""
     return f"{run.arm.name}, seed {run.seed}: up to {most_updates(config)} updates{looks}"
 
 
@@ -297,11 +293,7 @@ def _timed(config: ArmConfig, *, isolated: bool) -> Trial:
     began = time.perf_counter()
     trial, inside = call_alone(_time_all, config) if isolated else _time_all(config)
     outside = time.perf_counter() - began - inside
-    return replace(
-        trial,
-        start_seconds=trial.start_seconds + outside,
-        looked_start_seconds=trial.looked_start_seconds + outside,
-    )
+    return replace(trial, start_seconds=trial.start_seconds + outside)
 
 
 def _time_all(config: ArmConfig) -> tuple[Trial, float]:

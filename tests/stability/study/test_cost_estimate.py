@@ -11,6 +11,9 @@ import pytest
 
 from stability.cli.main import main
 from stability.config.load import load_study
+from stability.config.schema import ArmConfig, ProbeConfig, TrainConfig
+from stability.model.ranks import ALONE
+from stability.probe.schedule import Schedule
 from stability.study import arm_trial, cost_estimate, run_study
 from stability.study.arm_trial import Trial
 from stability.study.call_over_ranks import call_over_ranks
@@ -69,7 +72,7 @@ def test_the_command_says_it_in_lines_and_in_json(write_study, tmp_path, capsys,
     assert main(["estimate", str(path)]) == 0
     printed = capsys.readouterr()
     assert printed.err.splitlines()[2].startswith(
-        "timing 1 of 1: baseline, seed 0: up to 6 updates"
+        "timing 1 of 1: baseline, seed 0: up to 7 updates, some with the probe"
     )
     said = printed.out.splitlines()
     assert all(len(line) <= 80 for line in said)
@@ -183,7 +186,6 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
         gradient_seconds=0.0,
         snapshot_seconds=0.5,
         start_seconds=10.0,
-        looked_start_seconds=13.0,
         distance_seconds=0.1,
         update_bytes=1.0,
         look_bytes=1.0,
@@ -197,10 +199,10 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     cost = cost_of(runs, "none", told=told.append)
     # the nudge is a baseline, and the one that is looked at
     assert told == [
-        "3 runs are of 2 kinds: up to 22 updates are timed",
-        "timing 1 of 2: baseline, seed 0: up to 6 updates, and 5 with the probe",
+        "3 runs are of 2 kinds: up to 14 updates are timed in all",
+        "timing 1 of 2: baseline, seed 0: up to 7 updates, some with the probe",
         "timed",
-        "timing 2 of 2: fp32, seed 0: up to 6 updates, and 5 with the probe",
+        "timing 2 of 2: fp32, seed 0: up to 7 updates, some with the probe",
         "timed",
     ]
     assert cost.run_seconds == sum(cost.seconds_by_arm.values())
@@ -209,7 +211,7 @@ def test_each_timing_is_told_before_it_is_made(write_study, tmp_path, monkeypatc
     # each look adds 2 s to an update of 1 s
     updates = sum(run.last_step for run in runs)
     kept = sum(_kept_beside(run) for run in runs)
-    assert cost.run_seconds - cost.look_seconds == 2 * 13 + 10 + updates + 0.5 * kept
+    assert cost.run_seconds - cost.look_seconds == 3 * 10 + updates + 0.5 * kept
     # a tenth for a pair of files: as the run ends that is no control, of three at four steps
     assert cost.measuring.distances == pytest.approx(0.1 * 3 * 4 / 2)
     assert cost.measuring.planted == 0
@@ -224,7 +226,6 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
         gradient_seconds=6.0,
         snapshot_seconds=0.0,
         start_seconds=0.0,
-        looked_start_seconds=0.0,
         distance_seconds=0.0,
         update_bytes=1.0,
         look_bytes=1.0,
@@ -256,12 +257,53 @@ def test_faults_are_counted_by_gradients_of_as_many_sequences(write_study, tmp_p
     assert cost_of(whole, "all", isolated=False).measuring.planted == 0
 
 
+def trial_of(updates, monkeypatch, *, whole, **probe):
+    """Return the trial of an arm whose updates take and log so much, each given by both."""
+    made = arm_trial._Trained(
+        seconds=[seconds for seconds, _ in updates],
+        log=[size for _, size in updates],
+        whole=whole,
+        fixed=7,
+        distance=3.0,
+    )
+    asked = []
+    monkeypatch.setattr(arm_trial, "_trained", lambda config, *_: asked.append(config) or made)
+    arm = ArmConfig(train=TrainConfig(steps=100), probe=ProbeConfig(**probe))
+    found = arm_trial._time_arm(arm, ALONE)
+    return found, asked[0].probe
+
+
+def test_looks_and_a_snapshot_are_no_part_of_an_update_and_the_first_ones_count_once(monkeypatch):
+    """An update takes 1 s, a look adds 10 and one at the gradient 100; a snapshot takes 2."""
+    looked = {**dict.fromkeys((3, 6, 9), (11, 50)), **dict.fromkeys((5, 10), (101, 700))}
+    updates = [(150, 900), (3, 10), *(looked.get(i, (1, 10)) for i in range(2, 12))]
+    found, probe = trial_of(updates, monkeypatch, whole=500, every=7, gradient_every=20)
+    assert (found.update_seconds, found.look_seconds, found.gradient_seconds) == (1, 10, 100)
+    assert (found.update_bytes, found.look_bytes, found.gradient_bytes) == (10, 40, 690)
+    assert found.snapshot_seconds == 2
+    # less 12 updates, 4 looks and 3 at the gradient, those of the first update too
+    assert found.start_seconds == 500 - 12 - 40 - 300 - 2
+    due = [Schedule(every=every) for every in (probe.every, probe.gradient_every)]
+    assert [[step for step in range(12) if each.is_due(step)] for each in due] == [
+        [0, 3, 6, 9],
+        [0, 5, 10],
+    ]
+
+
+def test_without_a_probe_all_updates_are_alike(monkeypatch):
+    updates = [(9, 10), (3, 10), *[(1, 10)] * 10]
+    found, probe = trial_of(updates, monkeypatch, whole=100, every=0)
+    assert not probe.is_on
+    assert (found.update_seconds, found.look_seconds, found.gradient_seconds) == (1, 0, 0)
+    assert found.start_seconds == 100 - 12 - 2
+
+
 @pytest.mark.parametrize(("seconds", "made"), [(0.5, 6), (30, 4)], ids=["8 s", "the least"])
 def test_a_trial_ends_once_it_takes_long(monkeypatch, seconds, made):
     """As Lightning tells it of four micro-batches an update; it begins to count after the first."""
     now = [0.0]
     monkeypatch.setattr(arm_trial.time, "perf_counter", lambda: now[0])
-    clock = arm_trial._Clock(SimpleNamespace(position=lambda: 0), longest_s=8.0)
+    clock = arm_trial._Clock(SimpleNamespace(position=lambda: 0), least=4, longest_s=8.0)
     trainer = SimpleNamespace(global_step=0, should_stop=False)
     clock.on_train_batch_start()
     for batch in range(1, 100):
