@@ -6,6 +6,7 @@ Leaves out what a study is taken to cost by that (`cost_estimate`).
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,9 +99,9 @@ def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
     steps = most_updates(config) if ranks.count == 1 else _least(config)
     made = _trained(replace(config, probe=probe), steps, ranks)
     # the first update warms up, and the next one has a snapshot
-    of = {
-        kind: [i for i in range(2, len(made.seconds)) if _kind(i, kinds) == kind] for kind in _KINDS
-    }
+    of: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+    for place in range(_EARLY_SNAPSHOT, len(made.seconds)):
+        of[_kind(place, kinds)].append(place)
     took = {kind: settled([made.seconds[i] for i in of[kind]]) for kind in _KINDS}
     log = {kind: made.log[of[kind][-1]] if of[kind] else 0 for kind in _KINDS}
     update = took["plain"]
@@ -124,7 +125,7 @@ def _time_arm(config: ArmConfig, ranks: Ranks) -> Trial:
 
 
 def _kind(update: int, kinds: Sequence[str]) -> str:
-    """Return what an update of a trial, from 0, has beside itself: a look, by its key, or nothing."""
+    """Return what an update of a trial, from 0, has beside itself: a look, by its key, or none."""
     return next((kind for kind in kinds if update % _DUE[kind] == 0), "plain")
 
 

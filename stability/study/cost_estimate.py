@@ -1,14 +1,15 @@
 """What a study will take: hours, bytes on disk and memory, from its config and a few timed steps.
 
-Time. Of each kind of arm a few updates are made in a fresh process, as its runs; where a probe looks
-it does at some of them, and not at others. None is begun once some seconds have gone since the first one, and over ranks,
-which can't be stopped alike by their clocks, the least are made. An update takes the median
-of the later half of them, and what is slower as a run warms up counts once for each run. A run is
-its updates, those at which the probe looks, its snapshots with the held-out loss, its checkpoints,
-each as long as a snapshot, and what lay beside these in the trial: building the model, reading the
-text (`arm_trial`). Arms that differ in their seed, their nudge, their planted fault or in how often
-they are looked at are timed once, with the looks of all of them. Distances, planted faults and the
-report are counted apart (`measuring_cost`). A run over ranks is timed over as many, here.
+Time. Of each kind of arm a few updates are made in a fresh process, as its runs; where a probe
+looks, it looks at some of them and not at others (`arm_trial`). None is begun once some seconds
+have gone since the first one, and over ranks, which can't be stopped alike by their clocks, the
+least are made. An update takes the median of the later half of its kind, and what is slower as a
+run warms up counts once for each run. A run is its updates, the looks of its probe, its snapshots
+with the held-out loss, its checkpoints, each as long as a snapshot, and what lay beside these in
+the trial: building the model, reading the text. Arms that differ in their seed, their nudge, their
+planted fault or in how often they are looked at are timed once, with the looks of all of them.
+Distances, planted faults and the report are counted apart (`measuring_cost`). A run over ranks is
+timed over as many, on this machine.
 
 Disk. Snapshots with their sketches, checkpoints and predictions follow from the config
 (`size_check`), and which of them stay from the study's `keep` (`storage`); what is sure to be equal
