@@ -30,6 +30,7 @@ Cost: TypeAlias = "StudyCost | CommandCost"
 
 LONG_S = 600
 """Of a study that takes longer it is said what would shorten it."""
+_NOTHING_MISSING = "PASS    nothing that it needs is missing, as far as it is planned and tried"
 _NOT_COUNTED = "        W&B's offline files are not counted: `--wandb disabled` writes none"
 
 
@@ -76,12 +77,13 @@ def _of_configs(
     _tell(f"{config.name}: a few updates of each arm are timed in a temporary folder")
     from stability.study.assemble import quieten_lightning  # heavy: torch, Lightning
     from stability.study.cost_estimate import cost_of
-    from stability.study.run_study import plan_study
+    from stability.study.run_study import may_pass, plan_study
 
     quieten_lightning()
     runs = plan_study(config, Path("runs"))
     cost = cost_of(runs, keep or config.keep, policy=config.policy, told=_tell)
-    return {"study": config.name, **cost.to_dict()}, _lines(config, cost, load)
+    said = [_NOTHING_MISSING] if may_pass(config, runs) else []
+    return {"study": config.name, **cost.to_dict()}, [*_lines(config, cost, load), *said]
 
 
 def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list[str]]:
@@ -96,7 +98,8 @@ def _of_commands(study: CommandStudy, load: float) -> tuple[dict[str, Any], list
     cost = cost_of_commands(runs, told=_tell)
     content = {"study": study.name, **cost.to_dict(), "lacks": gaps}
     unseen = [] if gaps == [NO_QUESTION] else _unseen(cost, study.base.train.steps)
-    return content, [*_lines_of_commands(study, cost, load), *_lines_of_gaps(gaps, unseen)]
+    said = _lines_of_gaps(gaps, unseen) or _lines_of_no_gap(has_loss=cost.has_loss)
+    return content, [*_lines_of_commands(study, cost, load), *said]
 
 
 def _unseen(cost: "CommandCost", steps: int) -> list[str]:
@@ -176,6 +179,14 @@ def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
     for each in [*gaps, *unseen]:
         lines += textwrap.wrap(each, 80, initial_indent=f"{'':8}- ", subsequent_indent=f"{'':10}")
     return lines
+
+
+def _lines_of_no_gap(*, has_loss: bool) -> list[str]:
+    """Return the line that all is there that a PASS needs, where the trials have shown it.
+
+    A script may evaluate, and yet nothing that is known to be held out: of that nothing is said.
+    """
+    return [_NOTHING_MISSING] if has_loss else []
 
 
 def _time(study: Study, cost: Cost, load: float) -> list[str]:

@@ -51,7 +51,7 @@ __all__ = ["CommandCost", "CommandTrial", "cost_of_commands", "time_command"]
 _LEAST, _LEAST_LOOKED = 4, 6
 """Updates of a trial without a probe, and with one, however long they take."""
 _MOST = 24
-_LONGEST_S = 20.0
+_LONGEST_S = 8.0
 """Seconds after which a trial begins no further update."""
 _KEPT = (1, 3)
 """Updates of a trial after which a state is kept, beside its last one."""
@@ -90,6 +90,8 @@ class CommandTrial:
     """Of its start weights, by name."""
     evaluates: bool = True
     """Whether its script was seen to evaluate, or was not asked for it."""
+    has_loss: bool = False
+    """Whether a held-out loss was seen, which a PASS needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +112,8 @@ class CommandCost:
     """The most bytes that a run's processes hold of the `host`, and one of them of its `gpu`."""
     unevaluated: int = 0
     """The updates of a trial, if no script was seen to evaluate in them; else 0."""
+    has_loss: bool = False
+    """Whether a held-out loss was seen in each trial."""
     timed: int = 0
     """The least updates of a trial: of what a script does later nothing is known."""
 
@@ -142,6 +146,7 @@ class CommandCost:
             "disk": self.disk,
             "memory": self.memory,
             "unevaluated": self.unevaluated,
+            "held_out_loss": self.has_loss,
             "timed_updates": self.timed,
         }
 
@@ -151,7 +156,8 @@ def cost_of_commands(
 ) -> CommandCost:
     """Return what `runs`, of `plan_commands`, take from their beginning.
 
-    `told` is given a line before each trial, which takes seconds to minutes. ValueError, before the
+    `told` is given a line of how many updates are timed, and one before each trial, which takes
+    seconds to minutes. ValueError, before the
     first one, for a function that is named and not there; and, naming the arm, for a command that
     fails, makes less updates than a trial, or has weights of other dtypes than the baseline's.
     """
@@ -162,6 +168,7 @@ def cost_of_commands(
     by_arm, by_seed = dict.fromkeys(keys, 0.0), dict.fromkeys((run.seed for run in runs), 0.0)
     of_looks, states, records = 0.0, 0, 0.0
     count = len(set(keys.values()))
+    told(_trials_ahead(runs, keys))
     for run in runs:
         key = keys[run.arm]
         if key not in trials:
@@ -189,8 +196,20 @@ def cost_of_commands(
         measuring=_measuring(runs, {arm: trials[key] for arm, key in keys.items()}),
         disk={"snapshots": states, "records": round(records), "report": REPORT_BYTES},
         unevaluated=0 if any(x.evaluates for x in trials.values()) else trials[first_key].updates,
+        has_loss=all(x.has_loss for x in trials.values()),
         timed=min(x.updates for x in trials.values()),
         memory={x: max(each.memory.get(x, 0) for each in trials.values()) for x in known},
+    )
+
+
+def _trials_ahead(runs: Sequence[ForeignRun], keys: Mapping[str, str]) -> str:
+    """Return how many updates are timed, of the arms whose `keys` tell them apart."""
+    kinds = {keys[run.arm]: run for run in reversed(runs)}
+    most = sum(_updates(run)[1] for run in kinds.values())
+    many = f"{len(kinds)} kind{'' if len(kinds) == 1 else 's'}"
+    return (
+        f"{len(runs)} runs are of {many}: up to {most} updates are timed in all; of each no "
+        f"further one is begun {_LONGEST_S:.0f} seconds after the first"
     )
 
 
@@ -334,6 +353,7 @@ def _trial(run: ForeignRun, spooled: Spooled, whole: float) -> CommandTrial:
             if name not in spooled.buffers
         },
         evaluates=not any(NONE_SEEN in note for note in spooled.held_out.notes),
+        has_loss=bool(spooled.held_out.losses),
     )
 
 

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 
 from stability.analysis.pair_contract import axis_of
+from stability.analysis.plan_gaps import plan_gaps
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
+from stability.analysis.study_records import read_study
 from stability.callbacks.study_observer import StudyObserver
 from stability.config.arms import Arm, expand, probe_of_seed
 from stability.config.convert import to_dict
@@ -71,6 +74,7 @@ __all__ = [
     "check_study",
     "finish_study",
     "in_training_order",
+    "may_pass",
     "plan_study",
     "run_study",
     "sealed_under",
@@ -358,6 +362,14 @@ def changed_protocol(study: StudyConfig, out: Path) -> list[str]:
         return [UNSEALED] if has_begun(folder) else []
     now = _protocol(study, _content(study, plan_study(study, out)))
     return changes_between(read_protocol(StudyPaths(folder).protocol), now)
+
+
+def may_pass(study: StudyConfig, runs: list[Run]) -> bool:
+    """Whether nothing that a PASS needs is missing in `runs`, of `plan_study`; keeps nothing."""
+    configs = {run.arm.name: to_dict(run.config) for run in runs if run.seed == runs[0].seed}
+    with TemporaryDirectory(prefix="stability-gaps-") as folder:
+        write_sealed(StudyPaths(Path(folder)).study, _content(study, runs))
+        return not plan_gaps(read_study(Path(folder)), configs)
 
 
 def _protocol(study: StudyConfig, content: Mapping[str, Any]) -> Protocol:

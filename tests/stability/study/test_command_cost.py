@@ -35,6 +35,7 @@ def attend(q, k, v, **_):
 """
 ENDS_AFTER_3 = "import sys\nsys.argv += ['--steps', '3']\n"
 LARGE = 300 * 2**20
+NOTHING_MISSING = "PASS    nothing that it needs is missing, as far as it is planned and tried"
 
 
 @pytest.fixture
@@ -228,6 +229,8 @@ def test_what_a_run_takes_is_counted_by_its_own_looks(folder, monkeypatch):
     assert cost.disk["records"] == 4 * (5 + 8 * 2)
     assert cost.memory == {"host": 3}
     assert told == [
+        "4 runs are of 2 kinds: up to 16 updates are timed in all; of each no further one is begun "
+        "8 seconds after the first",
         "timing 1 of 2: baseline, up to 8 updates",
         "timing 2 of 2: lr, up to 8 updates",
     ]
@@ -405,15 +408,18 @@ def test_that_nothing_was_evaluated_is_said_of_a_study_that_lacks_nothing_else(
         "a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` "
         "in the base of the study's YAML"
     ) in said
-    monkeypatch.setattr(command_cost, "time_command", lambda run: TRIAL)
-    assert code_of("estimate", str(path)) == 0
-    assert "PASS" not in capsys.readouterr().out
+    # it evaluates, and what is not known to be held out, as random crops; then a loss that is
+    for trial, line in ((TRIAL, []), (replace(TRIAL, has_loss=True), [NOTHING_MISSING])):
+        monkeypatch.setattr(command_cost, "time_command", lambda run, trial=trial: trial)
+        assert code_of("estimate", str(path)) == 0
+        assert [x for x in capsys.readouterr().out.splitlines() if "PASS" in x] == line
 
 
 @pytest.mark.parametrize(("script", "evaluates"), [("plain.py", False), ("evaluates.py", True)])
 def test_a_trial_tells_whether_its_script_evaluates(folder, script, evaluates):
     (run,) = planned(study_of(folder, script, {}))
-    assert time_command(run).evaluates == evaluates
+    found = time_command(run)
+    assert (found.evaluates, found.has_loss) == (evaluates, evaluates)
 
 
 def test_more_seeds_are_counted_as_they_are_run(folder, monkeypatch, capsys):

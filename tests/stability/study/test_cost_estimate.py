@@ -8,9 +8,11 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from stability.cli.main import main
 from stability.config.load import load_study
+from stability.config.model import ModelConfig
 from stability.config.schema import ArmConfig, ProbeConfig, TrainConfig
 from stability.model.ranks import ALONE
 from stability.probe.schedule import Schedule
@@ -21,6 +23,7 @@ from stability.study.cost_estimate import StudyCost, _kept_beside, cost_of
 from stability.study.measuring_cost import USUAL, MeasuringCost
 from stability.study.memory_estimate import Estimate, Part, estimate_memory
 from stability.study.run_study import plan_study
+from tests.pages import ROOT
 
 
 def small(content):
@@ -115,6 +118,7 @@ def test_of_a_study_that_takes_long_it_says_what_shortens_it_and_what_that_costs
 ):
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(1100.0))
     monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(run_study, "may_pass", lambda *_: False)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     path = write_study(lambda content: content.update(seeds=[0, 1, 2, 3]))
     assert main(["estimate", str(path)]) == 0
@@ -141,6 +145,7 @@ def test_a_long_name_of_what_takes_memory_goes_on_in_the_next_line(
     memory = Estimate((Part(name, 16 * 2**10),))
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0, memory=memory))
     monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(run_study, "may_pass", lambda *_: False)
     assert main(["estimate", str(write_study(lambda _: None))]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
@@ -150,8 +155,27 @@ def test_a_long_name_of_what_takes_memory_goes_on_in_the_next_line(
 def test_of_a_short_study_it_says_nothing_of_what_shortens_it(write_study, capsys, monkeypatch):
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
     monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(run_study, "may_pass", lambda *_: False)
     assert main(["estimate", str(write_study(lambda _: None))]) == 0
     assert "train.steps" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_that_nothing_is_missing_for_a_pass_is_said_where_that_is_so(
+    write_study, capsys, monkeypatch, is_whole
+):
+    """A study of our own trainer has a held-out loss: its plan tells all of it."""
+
+    def edit(content):
+        content.update(yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text()))
+        if not is_whole:
+            del content["arms"]["nudge"], content["arms"]["nudge_2"]
+
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
+    assert main(["estimate", str(write_study(edit))]) == 0
+    said = capsys.readouterr().out.splitlines()
+    line = "PASS    nothing that it needs is missing, as far as it is planned and tried"
+    assert [x for x in said if "PASS" in x] == [line] * is_whole
 
 
 def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):
@@ -159,6 +183,7 @@ def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):
     cost = _cost(144.0, measuring=measuring)
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: cost)
     monkeypatch.setattr(run_study, "plan_study", lambda *_: [])
+    monkeypatch.setattr(run_study, "may_pass", lambda *_: False)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     path = write_study(lambda _: None)
     assert main(["estimate", str(path)]) == 0
@@ -268,7 +293,8 @@ def trial_of(updates, monkeypatch, *, whole, **probe):
     )
     asked = []
     monkeypatch.setattr(arm_trial, "_trained", lambda config, *_: asked.append(config) or made)
-    arm = ArmConfig(train=TrainConfig(steps=100), probe=ProbeConfig(**probe))
+    model = ModelConfig(depth=1, width=8, heads=1, context=8)
+    arm = ArmConfig(model=model, train=TrainConfig(steps=100), probe=ProbeConfig(**probe))
     found = arm_trial._time_arm(arm, ALONE)
     return found, asked[0].probe
 
