@@ -1,5 +1,6 @@
 """docs/your_own_training.md, as its reader goes through it: every command, file and key is real."""
 
+import math
 import re
 import shlex
 import shutil
@@ -17,6 +18,8 @@ from torch import nn
 from stability.cli.main import main
 from stability.config.command_study import CommandConfig, expand_commands, load_command_study
 from stability.records.manifest import read_manifest
+from stability.records.metric_log import read_metrics
+from stability.records.metric_names import EVAL_LOSS
 from stability.records.paths import RunPaths
 from tests.pages import blocks_for
 
@@ -36,7 +39,8 @@ COMMANDS = [
     for line in block.splitlines()
 ]
 STUDIES = blocks_in("yaml", "test_the_studies_of_the_page_are_the_examples")
-(LOOP,) = blocks_in("python", "test_the_lines_that_tell_of_a_loop_record_it")
+(LOOP,) = blocks_in("python", "test_the_lines_that_tell_of_a_loop_record_it", "recorder")
+(LOSS,) = blocks_in("python", "test_the_held_out_function_is_called_by_a_recording", "def loss")
 SCRIPT = ROOT / "tests" / "stability" / "recorder" / "scripts" / "resumes.py"
 """A script of the reader's: it takes all that the page gives to `train.py`."""
 
@@ -141,6 +145,33 @@ def test_the_lines_that_tell_of_a_loop_record_it(place: Path) -> None:
         exec(compile(told, "page", "exec"), known)
     for arm in ("baseline", "bf16"):
         assert read_manifest(RunPaths.for_run(place / "runs" / "mine", arm, 0).manifest).step == 3
+
+
+LANGUAGE_MODEL = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    x = torch.randint(16, (4, 6))
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_the_held_out_function_is_called_by_a_recording(place: Path) -> None:
+    """Of a script that returns logits, as the page has it; what it is called with is the page's."""
+    (place / "losses.py").write_text(LOSS)
+    (place / "train.py").write_text(LANGUAGE_MODEL)
+    torch.save(torch.randint(16, (3, 9)), place / "held_out.pt")
+    words = ["record", "--study", "mine", "--arm", "baseline", "--held-out", "losses:loss", "--"]
+    assert code_of([*words, sys.executable, "train.py"]) == 0
+    found = read_metrics(RunPaths.for_run(place / "runs" / "mine", "baseline", 0).metrics)
+    assert [*found[EVAL_LOSS].steps] == [0, 1, 2]
+    assert all(abs(value - math.log(16)) < 1 for value in found[EVAL_LOSS].values)
 
 
 MESSAGES = re.findall(r"^\| `([^`]{15,})` \|", PAGE.split("| a message |")[1], flags=re.MULTILINE)

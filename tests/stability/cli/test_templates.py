@@ -81,6 +81,12 @@ def test_the_kernel_of_a_template_is_found_and_nothing_speaks_against_the_study(
     assert check_study(plan_study(study, empty / "runs")) == []
 
 
+def test_a_kernel_is_judged_beyond_the_warm_up(empty):
+    assert code_of("init", "--template", "kernel") == 0
+    study = load_study(empty / "study.yaml")
+    assert study.base.optimizer.warmup_steps < study.policy.step <= study.base.train.steps
+
+
 OWN = """
 from torch.nn.functional import scaled_dot_product_attention
 
