@@ -11,7 +11,7 @@ from stability.cli.command_parts import parts_of, with_seed
 from stability.cli.flag_arms import flags_of_arms, is_lower_precision, with_values_joined
 from stability.cli.output import FAILS, HOLDS, print_line
 from stability.cli.record import split_options as split_command
-from stability.cli.study_text import is_wider, study_text
+from stability.cli.study_text import study_text
 from stability.cli.templates import Template, check_no_fault, write_template
 from stability.cli.trials import SEEDED, TRIAL, Trials, tried
 from stability.config.commands import PRECISION_QUESTION, filled_in, own_steps
@@ -164,9 +164,6 @@ def _print_next(
         asked = ",".join(_CHECKED[x] for x in dtypes if x in _CHECKED)
         of = f" --dtype {asked}" if asked else ""
         print_line(f"first, its numbers alone: stability check {attention} --quick{of}")
-    if is_wider(attention, dtypes):
-        print_line(f"{to}: allows an error ratio of 4, where 2 is usual, as FlashAttention's dq")
-        print_line("  needs; the file says when to leave that out, and a PASS says that it was so")
     if attention.partition(":")[0] == "flash":
         print_line(
             f"{attention} is this package's own kernel, on a CPU its twin in PyTorch: of another"

@@ -15,7 +15,7 @@ from stability.cli.command_parts import CommandParts, parts_of
 from stability.config.commands import GRADIENT_NEEDS
 from stability.config.load import RESERVED, parse_value
 
-__all__ = ["is_wider", "reference_flags", "study_text"]
+__all__ = ["reference_flags", "study_text"]
 
 _OF_SWITCHES = "  # a bare switch is true, and false where it is not given: bf16: true for --bf16\n"
 _WIDER = {
@@ -84,11 +84,11 @@ _LOWER = """\
 _GIVEN_BROKEN = """\
   # one that must be found to be harmed, or a PASS is worth nothing
 """
-_WIDER_LIMIT = """\
-# FlashAttention's dq errs up to 4 times as far as plain attention's, since it takes delta from the
-# rounded output: the default, 2, would find that harmed. A PASS says that 4 was allowed; for a
-# kernel that takes delta from what is not rounded leave this line out, before the first run
-policy: {max_error_ratio: 4.0}
+_OF_RATIO = """\
+# where the script's own attention is no FlashAttention (PyTorch's SDPA mostly is one), the dq of a
+# FlashAttention may err up to 4 times as far, since it takes delta from the rounded output; the
+# default is 2. To allow that, before the first run, and a PASS says so:
+# policy: {max_error_ratio: 4.0}
 """
 _ONE_SEED = """\
 # a verdict needs 3 seeds, and the command was given none that it takes: put {seed} into it, as in
@@ -166,16 +166,15 @@ arms:
     nudge: {{ulps: 1}}
 
 seeds: {seeds.rstrip()}
-{_WIDER_LIMIT if is_wider(attention, dtypes) else ""}"""
+{_OF_RATIO if _may_err_wider(attention, dtypes) else ""}"""
 
 
-def is_wider(attention: str, dtypes: Sequence[str]) -> bool:
-    """Whether a study of an attention allows a wider error ratio: a FlashAttention needs it.
+def _may_err_wider(attention: str, dtypes: Sequence[str]) -> bool:
+    """Whether an attention may round its output to less than FP32, and so err further in dq.
 
-    In FP32 none does, since there the output is as good as not rounded, nor do PyTorch's own, of
-    which the script's is one.
+    PyTorch's own are left out: the script's is one of them.
     """
-    return bool(dtypes) and "float32" not in dtypes and not attention.startswith("sdpa:")
+    return bool(attention) and not attention.startswith("sdpa:") and "float32" not in dtypes
 
 
 def _asked_and_broken(

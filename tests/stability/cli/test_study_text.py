@@ -9,6 +9,7 @@ from stability.cli.command_parts import with_seed
 from stability.cli.init import _print_next
 from stability.cli.study_text import study_text
 from stability.config.command_study import load_command_study
+from stability.config.study import PolicyConfig
 
 
 def test_what_is_written_says_which_side_is_the_baseline_and_how_a_switch_is_given() -> None:
@@ -77,28 +78,30 @@ def test_the_words_of_a_command_are_kept(words: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "checked", "ratio"),
+    ("dtypes", "checked", "is_told"),
     [
-        (["bfloat16"], " --dtype bf16", 4.0),
-        (["float16"], " --dtype fp16", 4.0),
-        (["float32"], " --dtype fp32", 2.0),
-        (["bfloat16", "float32"], " --dtype bf16,fp32", 2.0),
-        ([], "", 2.0),
+        (["bfloat16"], " --dtype bf16", True),
+        (["float16"], " --dtype fp16", True),
+        (["float32"], " --dtype fp32", False),
+        (["bfloat16", "float32"], " --dtype bf16,fp32", False),
+        ([], "", True),
     ],
 )
-def test_a_kernel_is_checked_and_judged_as_the_dtypes_of_the_script_need(
+def test_a_kernel_is_checked_in_the_dtypes_of_the_script_and_a_wider_limit_told_not_taken(
     dtypes: list[str],
     checked: str,
-    ratio: float,
+    is_told: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _print_next(Path("study.yaml"), [], "mine:attend", dtypes)
-    said = capsys.readouterr().out
-    assert f"stability check mine:attend --quick{checked}\n" in said
-    assert ("allows an error ratio of 4, where 2 is usual" in said) == (ratio > 2)
-    for attention in ("mine:attend", "sdpa:math"):
+    assert f"stability check mine:attend --quick{checked}\n" in capsys.readouterr().out
+    line = "# policy: {max_error_ratio: 4.0}\n"
+    for attention in ("mine:attend", "sdpa:math", ""):
         text = study_text("mine", ["python", "x.py"], {}, 20, attention=attention, dtypes=dtypes)
+        assert (line in text) == (is_told and attention == "mine:attend")
         (tmp_path / "study.yaml").write_text(text)
-        policy = load_command_study(tmp_path / "study.yaml").policy
-        assert policy.max_error_ratio == (ratio if attention == "mine:attend" else 2.0)
+        assert load_command_study(tmp_path / "study.yaml").policy == PolicyConfig()
+        (tmp_path / "study.yaml").write_text(text.replace(line, line.removeprefix("# ")))
+        wide = load_command_study(tmp_path / "study.yaml").policy.max_error_ratio
+        assert (wide == 4.0) == (line in text)
