@@ -59,7 +59,8 @@ _PLANTED = """\
 _HELD_OUT = """\
   # there is no PASS without a held-out loss; of a script that evaluates none name a function that
   # does: `def loss(model):` in losses.py beside it, which returns the mean loss on text that is
-  # never trained on, and is called in evaluation mode, without gradients and autocast
+  # never trained on, and is called in evaluation mode, without gradients and autocast; step 7 of
+  # `stability docs your_own_training` has one
   # held_out: losses:loss
 """
 _REFERENCE = """\
@@ -87,7 +88,7 @@ _GIVEN_BROKEN = """\
 _OF_RATIO = """\
 # where the script's own attention is no FlashAttention (PyTorch's SDPA mostly is one), the dq of a
 # FlashAttention may err up to 4 times as far, since it takes delta from the rounded output; the
-# default is 2. To allow that, before the first run, and a PASS says so:
+# default is 2. Take this in before the first run to allow that; a PASS then says so:
 # policy: {max_error_ratio: 4.0}
 """
 _ONE_SEED = """\
