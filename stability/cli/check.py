@@ -5,7 +5,7 @@ The check itself is `attention_kernels.testing.check_attention`, for a test suit
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,7 +179,9 @@ def _print(report: "CheckReport") -> None:
     def say(text: str, indent: int = 0) -> None:
         print_line(" " * indent + text)
 
-    say(report.sentence)
+    say(report.answer)
+    for left_out in report.not_looked_at if report.passed else ():
+        say(f"not looked at: {left_out}", 2)
     told = _rests_on(report)
     findings, more = told[:_LINES], len(told) - _LINES
     for finding in findings:
@@ -200,14 +202,25 @@ def _print(report: "CheckReport") -> None:
     console.print()
     console.print(_table(report), highlight=False)
     print_line("")
+    _say_what_figures_are(report, say)
+
+
+def _say_what_figures_are(report: "CheckReport", say: Callable[[str], None]) -> None:
+    """Print a legend of the table: its columns, its limits, and ratios above 2 that pass."""
+    from attention_kernels.testing.limits import MAX_ROW  # heavy: torch
+
+    rows = ", ".join(f"{MAX_ROW[dtype]:g} in {dtype}" for dtype in report.dtypes)
     say(
         "Each figure is the largest of any single head in any cell, and its scatter is not shown: "
         "one above a limit need not fail, since only what is surely beyond its limit does. Limits: "
-        "an error ratio to plain attention of 2 (or what rounding alone costs), a gain of 0.1 %, a "
-        "bias of 0.05 ULP."
+        f"an error ratio to plain attention of 2 (or what rounding alone costs), of {rows} in the "
+        "worst single row (of dk and dv the worst key), a gain of 0.1 %, a bias of 0.05 ULP. The "
+        "angle, in radians, is that between a result and the right one; it has no limit."
     )
     above = {row["result"] for row in report.statistics if max(row["error_ratio"]) > 2}
-    above.discard("lse")  # no verdict judges it
+    if "lse" in above and not any(finding.noun == "lse" for finding in report.findings):
+        say("Of lse the largest ratio is above 2, surely so in no cell. No verdict judges the LSE.")
+    above.discard("lse")
     if report.passed and above:
         listed = ", ".join(result for result in _RESULTS if result in above)
         say(

@@ -161,27 +161,29 @@ QUICK: tuple[Cell, ...] = (
 """For a test suite, as few as will do: of each class of mistakes a cell that shows it."""
 
 
-def not_looked_at(cells: Sequence[Cell]) -> str:
-    """Return what these cells leave out: laws and sizes of the full check, all beyond the largest.
+def not_looked_at(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Return what these cells leave out, a line each: of the full check, and beyond any of them.
 
     Of each size, such as the head_dim, nothing is known beyond the largest that a cell has.
     """
     words = [f"{law!r} inputs" for law in _laws(FULL) if law not in _laws(cells)]
     full_alone = [law for law in _laws(FULL, False) if law not in _laws(cells, False)]
-    words += [f"inputs but normal without a causal mask ({len(full_alone)})"] if full_alone else []
+    words += [f"{len(full_alone)} laws of inputs without a causal mask"] if full_alone else []
     for what in ("head_dim", "length"):
         unseen = sorted(_sizes(FULL, what) - _sizes(cells, what))
-        words += [f"{what} {', '.join(map(str, unseen))}"] if unseen else []
+        many = f"{len(unseen)} {what}s from {min(unseen)} to {max(unseen)}" if unseen[3:] else ""
+        words += [many or f"{what} {', '.join(map(str, unseen))}"] if unseen else []
     if all(cell.shape.value_dim is None for cell in cells):
         words.append("a head_dim of v that is not q's")
-    return "; ".join([*words, *_beyond(cells)])
+    of_full = (f"of the full check {', '.join(words)}",) if words else ()
+    return of_full + _beyond(cells)
 
 
-def _beyond(cells: Sequence[Cell]) -> list[str]:
-    """Return of each size the largest that a cell has, as "head_dim above 128"."""
+def _beyond(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """Return the largest of each size that a cell has, as "head_dim above 128", in one line."""
     shapes = [cell.shape for cell in cells]
     if not shapes:
-        return []
+        return ()
     largest = {
         "head_dim": max(x.head_dim for x in shapes),
         "lengths": max(max(x.query_len, x.key_len) for x in shapes),
@@ -189,8 +191,11 @@ def _beyond(cells: Sequence[Cell]) -> list[str]:
         "heads per kv head (GQA)": max(x.heads // x.kv_heads for x in shapes),
         "batch": max(x.batch for x in shapes),
     }
-    said = [f"{what} above {size}" for what, size in largest.items()]
-    return [*said, "combinations of these that no cell has"]
+    names: dict[int, list[str]] = {}
+    for what, size in largest.items():
+        names.setdefault(size, []).append(what)
+    said = [f"{' or '.join(whats)} above {size}" for size, whats in names.items()]
+    return (", ".join([*said, "combinations that no cell has"]),)
 
 
 def _laws(cells: Sequence[Cell], *masks: bool) -> list[str]:

@@ -93,8 +93,8 @@ class CheckReport:
     kind: str = "the check"
     device: torch.device = CPU
     """Where it was called."""
-    not_looked_at: str = ""
-    """What the check does not look at: of the full one what is beyond its largest cells."""
+    not_looked_at: tuple[str, ...] = ()
+    """What the check does not look at, a line each: of the full one, and beyond its cells."""
     autocast: str = ""
     """What autocast changes in one call in BF16, as a sentence, or nothing."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
@@ -107,6 +107,12 @@ class CheckReport:
 
     @property
     def sentence(self) -> str:
+        """Return the answer in one line, and if it passes what was not looked at."""
+        left_out = f"; not looked at: {'; '.join(self.not_looked_at)}" if self.not_looked_at else ""
+        return f"{self.answer}{left_out if self.passed else ''}"
+
+    @property
+    def answer(self) -> str:
         """Return the answer in one line."""
         if not self.cells and not self.findings:
             why = next(iter(self.unsupported), "it was asked for nothing")
@@ -118,9 +124,7 @@ class CheckReport:
         looked_at = [x for x in self.dtypes if any(row["dtype"] == x for row in self.statistics)]
         said = f"{self.name} passes {self.kind} at {', '.join(looked_at)} in {self.cells} cells"
         said += self._place
-        refused = refusals_in_words(self.unsupported, self.plain_refused)
-        left_out = f"; not looked at: {self.not_looked_at}" if self.not_looked_at else ""
-        return f"{said}{refused}{left_out}"
+        return f"{said}{refusals_in_words(self.unsupported, self.plain_refused)}"
 
     @property
     def _place(self) -> str:
@@ -138,7 +142,7 @@ class CheckReport:
             "findings": [vars(finding) for finding in self.findings],
             "unsupported": self.unsupported,
             "plain_refused": list(self.plain_refused),
-            "not_looked_at": self.not_looked_at,
+            "not_looked_at": list(self.not_looked_at),
             "autocast": self.autocast,
             "statistics": self.statistics,
         }
@@ -181,7 +185,7 @@ def check_attention(
         dtypes=tuple(dtypes),
         kind="the quick check" if chosen is QUICK else "the check",
         device=usable_device(device),
-        not_looked_at=not_looked_at(chosen) if cells is None else "",
+        not_looked_at=not_looked_at(chosen) if cells is None else (),
     )
     # a module may have switched gradients off, or chosen another device, when it was imported
     with torch.enable_grad(), torch.device("cpu"):

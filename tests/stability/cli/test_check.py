@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from attention_kernels.testing.cells import QUICK
+from attention_kernels.testing.cells import QUICK, not_looked_at
 from attention_kernels.testing.check import CheckReport, Finding
 from stability.cli.check import _print
 from stability.cli.main import main
@@ -128,13 +128,51 @@ def test_what_autocast_changes_is_printed_beside_the_answer(capsys):
     assert capsys.readouterr().out.splitlines()[1:] == [f"  {said}"]
 
 
-def _passed_with(dq_ratio):
+def test_what_was_not_looked_at_stands_below_the_answer_and_fits_a_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", terminal)
+    left_out = not_looked_at(QUICK)
+    _print(CheckReport(name="mine", dtypes=("bf16",), cells=1, not_looked_at=left_out))
+    answer, *lines = terminal.getvalue().splitlines()
+    assert "not looked at" not in answer
+    assert len([line for line in lines if line.startswith("  not looked at: ")]) == 2
+    assert len(lines) <= 6
+    assert max(map(len, lines)) <= 80
+
+
+def test_what_a_failing_attention_was_not_tried_on_is_not_told(capsys):
+    off = Finding(what="gain", noun="out", sentence="out is off", dtypes=("bf16",))
+    report = CheckReport(name="mine", dtypes=("bf16",), cells=1, findings=(off,))
+    report.not_looked_at = not_looked_at(QUICK)
+    _print(report)
+    assert capsys.readouterr().out == f"{report.answer}\n" == "mine FAILS at bf16: out is off\n"
+
+
+def test_the_columns_of_the_table_are_told_below_it(capsys):
+    _print(_passed_with(1.0))
+    said = capsys.readouterr().out
+    assert "of 10 in bf16 in the worst single row" in said
+    assert "The angle, in radians, is that between a result and the right one" in said
+    assert "LSE" not in said
+
+
+def test_a_ratio_of_the_lse_above_the_limit_is_explained_unless_it_is_a_finding(capsys):
+    report = _passed_with(3.0, "lse")
+    _print(report)
+    assert "Of lse the largest ratio is above 2, surely so in no cell." in capsys.readouterr().out
+    report.findings = (Finding(what="gain", noun="lse", sentence="lse is off", dtypes=("bf16",)),)
+    _print(report)
+    assert "Of lse" not in capsys.readouterr().out
+
+
+def _passed_with(ratio, result="dq"):
     row = {
         "dtype": "bf16",
         "law": "normal",
         "cell": "one",
-        "result": "dq",
-        "error_ratio": [1.0, dq_ratio],
+        "result": result,
+        "error_ratio": [1.0, ratio],
         "worst_row": 3.0,
         "gain": [0.0],
         "bias_ulp": [0.114],
