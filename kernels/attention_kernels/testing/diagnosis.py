@@ -31,7 +31,7 @@ from attention_kernels.testing.sentences import (
     rows_in_words,
     where_in_words,
 )
-from attention_kernels.testing.unexplained import is_sure, unexplained
+from attention_kernels.testing.unexplained import least_unexplained
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -129,10 +129,8 @@ def _told_apart(
     if fit.rows:
         return fit, None
     choices = (fit.mistake, *fit.alike[: _ALIKE - 1])
-    left = [unexplained(mistake, fit.size, found, measured) for mistake in choices]
-    sure = [sum(map(is_sure, rest)) for rest in left]
-    best, *alike = (i for i, count in enumerate(sure) if count == min(sure))
-    return replace(fit, mistake=choices[best], alike=tuple(choices[i] for i in alike)), left[best]
+    (best, *alike), left = least_unexplained(choices, fit.size, found, measured)
+    return replace(fit, mistake=best, alike=tuple(alike)), left
 
 
 def _failing_cells(found: Sequence[Excess]) -> set[Cell]:

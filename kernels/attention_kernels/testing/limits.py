@@ -21,7 +21,18 @@ from torch import Tensor
 from attention_kernels.testing.measured import RANGE, Measured
 from attention_kernels.testing.statistics import Estimate, over_looks
 
-__all__ = ["CHANCE", "LOOK_ROWS", "MAX_BIAS", "MAX_GAIN", "MAX_RATIO", "Excess", "excesses"]
+__all__ = [
+    "CHANCE",
+    "LOOK_ROWS",
+    "MAX_BIAS",
+    "MAX_GAIN",
+    "MAX_RATIO",
+    "MAX_ROW",
+    "Excess",
+    "excesses",
+    "excesses_in_a_cell",
+    "excesses_over_draws",
+]
 
 MAX_RATIO = 2.0
 MAX_GAIN = 1e-3
@@ -61,12 +72,14 @@ class Excess:
 
 def excesses(measured: Sequence[Measured], format: str) -> list[Excess]:
     """Return what is too large in one dtype, whose format is named, the worst first."""
-    found = [excess for one in measured for excess in _in_a_cell(one, MAX_ROW[format])]
-    found += _over_draws(measured, format)
+    found = [excess for one in measured for excess in excesses_in_a_cell(one, format)]
+    found += excesses_over_draws(measured, format)
     return sorted(found, key=Excess.excess, reverse=True)
 
 
-def _in_a_cell(measured: Measured, max_row: float) -> Iterator[Excess]:
+def excesses_in_a_cell(measured: Measured, format: str) -> Iterator[Excess]:
+    """Yield what is too large of one result in one cell, by that cell alone."""
+    max_row = MAX_ROW[format]
     yield from _gain_in_a_cell(measured)
     at = {"result": measured.result, "law": measured.where.cell.law, "evidence": (measured,)}
     of_heads = measured.squared_errors.shape[1]
@@ -163,7 +176,8 @@ class _Series:
         return mean, limit, mean.surely_beyond(limit, chance)
 
 
-def _over_draws(measured: Sequence[Measured], format: str) -> list[Excess]:
+def excesses_over_draws(measured: Sequence[Measured], format: str) -> list[Excess]:
+    """Return the gains and biases that are too large as means over all cells of a law."""
     series = [one for one in _all_series(measured, format) if len(one.values) > 3]
     found: dict[tuple[str, str, str], list[tuple[_Series, Estimate, float]]] = {}
     for one in series:

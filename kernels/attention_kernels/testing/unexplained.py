@@ -9,6 +9,7 @@ results are larger.
 Leaves out which mistake it is (`diagnosis`).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -18,11 +19,16 @@ from torch import Tensor
 from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.golden_faults import spacing
-from attention_kernels.testing.limits import Excess, excesses
+from attention_kernels.testing.limits import (
+    Excess,
+    excesses,
+    excesses_in_a_cell,
+    excesses_over_draws,
+)
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
 
-__all__ = ["is_sure", "unexplained"]
+__all__ = ["is_sure", "least_unexplained"]
 
 _SURELY = 5.0
 """Limits that an excess must have to be surely left: a mistake has roundings that no right
@@ -31,42 +37,80 @@ _OVERFLOWS = 1e6
 """Times the norm of the right row beyond which a value says nothing, nor below a part of it."""
 
 
-def unexplained(
-    mistake: Mistake, size: float, found: Sequence[Excess], measured: Sequence[Measured]
-) -> tuple[Excess, ...]:
-    """Return the excesses of one dtype that a mistake of this `size` leaves, the worst first.
+def least_unexplained(
+    choices: Sequence[Mistake], size: float, found: Sequence[Excess], measured: Sequence[Measured]
+) -> tuple[list[Mistake], tuple[Excess, ...]]:
+    """Return which mistakes of this `size` surely leave least, and what the first of them leaves.
 
-    `found` are those without it. In cells of which none was beyond a limit nothing is computed.
+    `found` are the excesses of one dtype without any, the worst first. In cells of which none was
+    beyond a limit nothing is computed, nor of a mistake that leaves more than another.
     """
-    failing = {id(one.where) for excess in found for one in excess.evidence}
-    made: dict[int, tuple[Reference, dict[str, Tensor]]] = {}
-    beside, laid = [], {}
-    for one in measured:
-        where = one.where
-        if id(where) in failing:
-            if id(where) not in made:
-                made[id(where)] = _with_mistake(where, mistake, size)
-            there, silent = made[id(where)]
-            values = one.values
-            if one.result in silent:
-                values = values.masked_fill(silent[one.result], 0.0)
-            laid[len(beside)] = there, values
-            one = _closer(one, measure(there, one.result, values))
-        beside.append(one)
-    format = input_format(measured[0].where.dtype)
-    left = excesses(beside, format)
-    gains = _gains(left)
-    if not gains:
-        return tuple(left)
-    # a second factor makes errors of its own, which are no third mistake
-    for i, (there, values) in laid.items():
-        name = beside[i].result
-        if name in gains:
-            for where in (beside[i].where, there):
-                again = measure(_times(where, name, 1 + gains[name].value), name, values)
-                beside[i] = _closer(beside[i], again)
-    left = [*gains.values(), *excesses(beside, format)]
-    return tuple(sorted(left, key=Excess.excess, reverse=True))
+    cases = [_Beside(choice, size, found, measured) for choice in choices]
+    while True:
+        least = min((case.sure for case in cases if case.done), default=math.inf)
+        going_on = [case for case in cases if not case.done and case.sure <= least]
+        if not going_on:
+            break
+        min(going_on, key=lambda case: case.sure).look_at_a_cell()
+    best = [case for case in cases if case.done and case.sure == least]
+    return [case.mistake for case in best], best[0].left_beside_gains()
+
+
+class _Beside:
+    """One mistake laid beside the cells that fail, one after the other."""
+
+    def __init__(
+        self, mistake: Mistake, size: float, found: Sequence[Excess], measured: Sequence[Measured]
+    ) -> None:
+        self.mistake, self.size = mistake, size
+        self.measured = list(measured)
+        self.format = input_format(measured[0].where.dtype)
+        self.sure = 0
+        """How much is surely left, as far as is known."""
+        self.done = False
+        self._laid: dict[int, tuple[Reference, Tensor]] = {}
+        self._left: dict[int, list[Excess]] = {}
+        failing = {id(one.where): one.where for excess in found for one in excess.evidence}
+        # small ones last: they are taken from the end
+        self._wheres = sorted(failing.values(), key=_scores, reverse=True)
+
+    def look_at_a_cell(self) -> None:
+        """Lay the mistake beside the smallest cell that was not looked at."""
+        where = self._wheres.pop()
+        there, silent = _with_mistake(where, self.mistake, self.size)
+        for i, one in enumerate(self.measured):
+            if one.where is where:
+                values = one.values
+                if one.result in silent:
+                    values = values.masked_fill(silent[one.result], 0.0)
+                self._laid[i] = there, values
+                self.measured[i] = _closer(one, measure(there, one.result, values))
+                self._left[i] = [*excesses_in_a_cell(self.measured[i], self.format)]
+                self.sure += sum(map(is_sure, self._left[i]))
+        if not self._wheres:
+            self.done = True
+            self._left[len(self.measured)] = excesses_over_draws(self.measured, self.format)
+            self.sure += sum(map(is_sure, self._left[len(self.measured)]))
+
+    def left_beside_gains(self) -> tuple[Excess, ...]:
+        """Return what is left, the worst first: of a second factor the gain, not all its errors."""
+        left = [excess for i in sorted(self._left) for excess in self._left[i]]
+        gains = _gains(left)
+        for i, (there, values) in self._laid.items():
+            one = self.measured[i]
+            if one.result in gains:
+                factor = 1 + gains[one.result].value
+                for where in (one.where, there):
+                    again = measure(_times(where, one.result, factor), one.result, values)
+                    self.measured[i] = _closer(self.measured[i], again)
+        if gains:
+            left = [*gains.values(), *excesses(self.measured, self.format)]
+        return tuple(sorted(left, key=Excess.excess, reverse=True))
+
+
+def _scores(where: Reference) -> int:
+    shape = where.cell.shape
+    return shape.batch * shape.heads * shape.query_len * shape.key_len
 
 
 def _gains(left: Sequence[Excess]) -> dict[str, Excess]:

@@ -1,10 +1,12 @@
 """What follows from a mistake is told apart from what does not, and alike mistakes by all cells."""
 
+import collections
+
 import pytest
 import torch
 
 from attention_kernels import baseline_attention, golden_attention
-from attention_kernels.testing import Shape, check_attention
+from attention_kernels.testing import Shape, check_attention, unexplained
 from attention_kernels.testing.cells import QUICK, Cell
 from tests.kernels.testing.checked import FEW, Turned, plain, quick
 
@@ -133,6 +135,24 @@ def test_of_mistakes_that_are_alike_in_one_cell_the_one_of_all_cells_is_named():
     said = quick(without_tail, "fp32", cells=cells).sentence
     assert "the last tile of 16 keys that is not full" in said
     assert "the last key is missed" not in said
+
+
+def test_a_mistake_that_leaves_more_than_another_is_not_made_in_all_cells(monkeypatch):
+    made = collections.Counter()
+
+    def counted(where, mistake, size):
+        made[mistake.words] += 1
+        return with_mistake(where, mistake, size)
+
+    with_mistake = unexplained._with_mistake
+    monkeypatch.setattr(unexplained, "_with_mistake", counted)
+    shapes = [Shape(2, 2, 2, length, length, 32) for length in (65, 66, 67, 68, 69)]
+    cells = [Cell(law="normal", shape=shape, causal=False) for shape in shapes]
+    assert "the last key is missed" in quick(without_last_key, cells=cells).sentence
+    assert made.pop("the last key is missed") == len(cells)
+    # in 65 keys the last one is all of a tail, and in no other length
+    assert made
+    assert max(made.values()) <= 2
 
 
 def test_the_same_mistake_in_other_places_of_another_cell_is_known_again():
