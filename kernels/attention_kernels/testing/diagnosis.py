@@ -32,6 +32,7 @@ from attention_kernels.testing.sentences import (
     where_in_words,
 )
 from attention_kernels.testing.unexplained import least_unexplained
+from attention_kernels.testing.unwritten import other_values_in_the_tail
 
 __all__ = ["Diagnosis", "diagnose"]
 
@@ -106,6 +107,7 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
         empty = _in_empty_rows(found)
         for noun, said in (
             ("empty rows", empty and empty + ending),
+            ("tail", other_values_in_the_tail(found)),
             # these hold in every cell, whichever of them are beyond a limit
             ("format", computed_in(found, measured, wheres)),
             ("maximum", through_the_maximum(found, measured, wheres)),

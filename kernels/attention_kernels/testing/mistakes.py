@@ -18,11 +18,11 @@ from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.formula import RESULTS, Formula, Intermediates
 from attention_kernels.testing.golden_faults import spacing
+from attention_kernels.testing.unwritten import TILES, zeros_of_unwritten_rows
 
 __all__ = ["Mistake", "mistakes"]
 
 Results = dict[str, Tensor]
-_TILES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _masks(where: Reference, formula: Formula) -> Iterator[Mistake]:
             words = "causal mask is aligned top-left, and must be bottom-right"
             wrong[f"{words}, where query_len and key_len differ"] = ones.tril()
         at = torch.arange(queries)[:, None] + shift
-        for tile in _TILES:
+        for tile in TILES:
             end = (at // tile + 1) * tile
             words = f"causal mask by tile: row i sees keys to the end of its tile of {tile}"
             wrong[words] = torch.arange(keys) < end
@@ -241,7 +241,7 @@ def _keys(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
             yield _all_or_nothing("key", words, formula, dq_keys=~dropped, kind=f"dq, {kind}")
     twice = {"the last key counts twice": index == keys - 1}
     twice["the first key counts twice"] = index == 0
-    for tile in _TILES:
+    for tile in TILES:
         if keys > tile and keys % tile:
             # the last tile begins early, so that it is full
             again = (index >= keys - tile) & (index < keys // tile * tile)
@@ -250,7 +250,7 @@ def _keys(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     for words, again in twice.items():
         yield _all_or_nothing("key", words, formula, count=1 + again.double())
     yield from _stale(keys, formula)
-    for tile in _TILES:
+    for tile in TILES:
         if keys % tile:
             words = f"the tail's {-keys % tile} keys of padding to a tile of {tile} are not masked"
             kind = f"padding to a tile of {tile}"
@@ -265,7 +265,7 @@ def _missed(index: Tensor) -> dict[str, tuple[str, Tensor]]:
         "the first key is missed": index == 0,
     }
     listed: dict[str, tuple[str, Tensor]] = {}
-    for tile in _TILES:
+    for tile in TILES:
         last, first = range(tile - 1, keys, tile), range(0, keys, tile)
         missed[f"the tail, the last tile of {tile} keys that is not full, is missed"] = (
             index >= keys // tile * tile
@@ -290,7 +290,7 @@ def _listed(keys: range) -> str:
 def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
     """Tiles of k or v in which another tile's still stands."""
     index = torch.arange(keys)
-    for tile in {*_TILES, (keys + 1) // 2} - {keys}:
+    for tile in {*TILES, (keys + 1) // 2} - {keys}:
         if tile >= keys:
             continue
         last = (keys - 1) // tile
@@ -388,7 +388,7 @@ def _softmax(where: Reference, formula: Formula) -> Iterator[Mistake]:
 
     words = "out is not divided by its row sum l"
     yield _all_or_nothing("normalisation", words, formula, change=not_divided)
-    for tile in _TILES:
+    for tile in TILES:
         words = f"the accumulator is not rescaled when the maximum grows: no alpha, tile of {tile}"
         yield _all_or_nothing("rescale", words, formula, change=_not_rescaled(formula, tile, "acc"))
         words = f"the row sum l is not rescaled when the maximum grows: no alpha, tile of {tile}"
@@ -431,19 +431,14 @@ def _not_rescaled(
 def _sums(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     """Rows that no result has, and sums of the backward that end early."""
     queries = torch.arange(where.cell.shape.query_len)
-    golden = where.golden
-    for name in ("out", "dq", "dk", "dv"):
-        yield Mistake(
-            noun=name,
-            words=f"{name} is zero, it was not written",
-            results=lambda name=name: {**golden, name: torch.zeros_like(golden[name])},
-        )
+    for noun, words, results in zeros_of_unwritten_rows(where, formula, whole):
+        yield Mistake(noun=noun, words=words, results=results)
     count = len(queries)
     missed = [
         ("miss the last query", "", queries == count - 1),
         ("miss the first query", "", queries == 0),
     ]
-    for tile in _TILES:
+    for tile in TILES:
         last = (count - 1) // tile * tile
         words = f"miss the tail, the last tile of queries, from {last} on"
         missed.append((words, f"miss the last tile of {tile}", queries >= last))
@@ -454,7 +449,7 @@ def _sums(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
             wrong = formula.with_(dkv_queries=~without)
             yield from _of_dk_dv(where, "queries", words, wrong, kind or words)
     keys = torch.arange(where.cell.shape.key_len)
-    for tile in _TILES:
+    for tile in TILES:
         # the last tile of keys that a tile of queries attends
         ends = (queries // tile + 1) * tile - 1 + len(keys) - count
         ends = ends.clamp(0, len(keys) - 1) if where.cell.causal else keys[-1].expand(count)
