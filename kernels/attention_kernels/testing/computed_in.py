@@ -18,9 +18,9 @@ from attention_kernels.testing.limits import Excess, excesses
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.statistics import slope
 
-__all__ = ["computed_in"]
+__all__ = ["SHORTER", "computed_in"]
 
-_SHORTER = {torch.float32: ("bf16", "fp16"), torch.float16: ("bf16",)}
+SHORTER = {torch.float32: ("bf16", "fp16"), torch.float16: ("bf16",)}
 """Formats with fewer bits, the shortest first: a rounding to it holds one to a longer format."""
 _NAMES = {"bf16": "BF16", "fp16": "FP16, or TF32 that rounds to nearest,"}
 _DO = {
@@ -42,7 +42,7 @@ def computed_in(
     and v.
     """
     failing = [name for name in RESULTS if name in {excess.result for excess in found}]
-    for format in _SHORTER.get(measured[0].where.dtype, ()):
+    for format in SHORTER.get(measured[0].where.dtype, ()):
         if not all(_is_rounding(name, format, measured, wheres) for name in failing):
             continue
         name, do, seen = _NAMES[format], _DO[format], f"(seen in {', '.join(failing)})"

@@ -21,6 +21,7 @@ from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.limits import MAX_RATIO, Excess
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.mistakes import Mistake, mistakes
+from attention_kernels.testing.rounded_weights import rounded_weights
 from attention_kernels.testing.running_maximum import through_the_maximum
 from attention_kernels.testing.sentences import (
     excess_sentence,
@@ -110,6 +111,7 @@ def diagnose(found: Sequence[Excess], measured: Sequence[Measured]) -> Diagnosis
             ("tail", other_values_in_the_tail(found)),
             # these hold in every cell, whichever of them are beyond a limit
             ("format", computed_in(found, measured, wheres)),
+            ("P", rounded_weights(found, measured, wheres)),
             ("maximum", through_the_maximum(found, measured, wheres)),
         ):
             if said:
