@@ -33,6 +33,8 @@ __all__ = ["is_sure", "least_unexplained"]
 _SURELY = 5.0
 """Limits that an excess must have to be surely left: a mistake has roundings that no right
 attention has, e.g. of weights above 1 in the backward, up to 3.0 limits in BF16 in the zoo."""
+_LEAST_FACTOR = 0.1
+"""The factor of a second mistake from which on it is one: less is a result that is missing."""
 _OVERFLOWS = 1e6
 """Times the norm of the right row beyond which a value says nothing, nor below a part of it."""
 
@@ -117,7 +119,7 @@ def _gains(left: Sequence[Excess]) -> dict[str, Excess]:
     """Return the gain of each result that has one, under N(0, 1) and the surest first."""
     gains: dict[str, Excess] = {}
     for one in sorted(left, key=lambda x: (x.law != "normal", x.error)):
-        if one.statistic == "gain":
+        if one.statistic == "gain" and 1 + one.value > _LEAST_FACTOR:
             gains.setdefault(one.result, one)
     return gains
 

@@ -51,6 +51,17 @@ def told(report, follows):
     return [(x.what, x.noun) for x in report.findings if x.follows is follows]
 
 
+def test_a_result_that_is_missing_beside_a_mistake_is_no_factor_of_zero():
+    def both(q, k, v, *, causal, scale=None):
+        return leaky(q, k, Turned.apply(v, torch.zeros_like), causal=causal, scale=scale)
+
+    report = quick(both, "fp32", cells=FEW_LAWS)
+    left = [x for x in report.findings if x.follows is False]
+    assert {x.noun for x in left} == {"dv"}
+    # of the size of an FP32 result over its rounding, not of a division by nothing
+    assert max(x.value for x in left) < 1e9
+
+
 def test_all_that_one_mistake_makes_follows_from_it():
     report = quick(leaky, cells=FEW_LAWS)
     assert "row i see key i+1" in report.sentence
