@@ -36,6 +36,8 @@ class Mistake:
     direction: Callable[[], Results] | None = None
     at: Callable[[float], Results] | None = None
     """What a mistake of that size gives, where its direction changes with it."""
+    unwritten: bool = False
+    """Whether its zeros are what no sum has written, and no rounding is near them."""
     kind: str = ""
     """What it is in any cell, where its words name keys, heads or rows of this one."""
 
@@ -432,7 +434,7 @@ def _sums(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     """Rows that no result has, and sums of the backward that end early."""
     queries = torch.arange(where.cell.shape.query_len)
     for noun, words, results in zeros_of_unwritten_rows(where, formula, whole):
-        yield Mistake(noun=noun, words=words, results=results)
+        yield Mistake(noun=noun, words=words, results=results, unwritten=True)
     count = len(queries)
     missed = [
         ("miss the last query", "", queries == count - 1),
