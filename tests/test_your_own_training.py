@@ -1,4 +1,7 @@
-"""docs/your_own_training.md, as its reader goes through it: every command, file and key is real."""
+"""docs/your_own_training.md, as its reader goes through it: every command, file and key is real.
+
+Of docs/script_proof.md, which says what of such a script is proven, what it shows as printed.
+"""
 
 import math
 import re
@@ -27,10 +30,12 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "your_own_training.md").read_text()
 
 
-def blocks_in(language: str, test: str, having: str = "") -> list[str]:
-    """Return the blocks of the page in a language that a test of this file goes through."""
+def blocks_in(
+    language: str, test: str, having: str = "", page: str = "docs/your_own_training.md"
+) -> list[str]:
+    """Return the blocks of a page in a language that a test of this file goes through."""
     test = f"test_your_own_training.py::{test}"
-    return [x for _, x in blocks_for(test, "docs/your_own_training.md", language, having=having)]
+    return [x for _, x in blocks_for(test, page, language, having=having)]
 
 
 COMMANDS = [
@@ -196,11 +201,17 @@ PRINTED = {
     "nothing else that was seen; linear products: ": "test_forgeries.py",
     ": finished after ": "test_startup.py",
 }
-"""What blocks without a language show, and the test of the recorder that sees it said."""
-SHOWN = blocks_in("", "test_what_is_printed_on_the_page_is_held_somewhere", "|".join(PRINTED))
+"""What is shown without a language, also on docs/script_proof.md, and the test that sees it."""
+SHOWN = [
+    block
+    for page in ("docs/your_own_training.md", "docs/script_proof.md")
+    for block in blocks_in(
+        "", "test_what_is_printed_on_the_pages_is_held_somewhere", "|".join(PRINTED), page
+    )
+]
 
 
-def test_what_is_printed_on_the_page_is_held_somewhere() -> None:
+def test_what_is_printed_on_the_pages_is_held_somewhere() -> None:
     """But for the ladder, which test_readme holds."""
     assert len(SHOWN) == len(PRINTED)
     for said, file in PRINTED.items():
