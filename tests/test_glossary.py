@@ -116,7 +116,7 @@ OTHER_SENSE = {
         "share": "what two experiments have in common",
     },
     "CONTRIBUTING.md": {"look": "how a picture looks"},
-    "CHANGELOG.md": {"bias": "a parameter of a layer", "window": "of a browser"},
+    "CHANGELOG.md": {"bias": "a parameter of a layer"},
 }
 """By page and anchor, what the word means on a page that does not mean the glossary's by it."""
 
