@@ -19,6 +19,7 @@ __all__ = [
     "code_of",
     "commands_of",
     "in_short",
+    "in_words",
     "parsed",
     "prose_of",
     "single_commands",
@@ -139,6 +140,16 @@ def in_short(text):
         arm.update({"until": 4} if "until" in arm else {})
     content["seeds"], content["policy"]["step"] = [0], 4
     return yaml.safe_dump(content)
+
+
+def in_words(answer):
+    """Return the words of an answer that is printed, without its figures and breaks of lines.
+
+    Figures are of one machine and number of threads, and how wide the terminal is says where lines
+    are broken.
+    """
+    text = re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "0", answer)
+    return " ".join(re.sub("─+", "─", text).split())
 
 
 def code_of(words):

@@ -22,7 +22,6 @@ from stability.cli.main import VERBS
 from tests.pages import (
     BEYOND_THIS_MACHINE,
     ROOT,
-    blocks_of,
     code_of,
     in_short,
     single_commands,
@@ -36,7 +35,6 @@ RUN_HERE = (
     "stability init -- python train.py",
     "stability init --attention flash:fa2 -- python gpt.py --bf16",
     "stability init --candidate lr=0.2 --broken lr=1 -- python train.py",
-    "stability init -- python hf_train.py --seed 0",
     "stability init --template kernel --attention myattn:my_attention --to mine.yaml",
     "stability init --template layouts",
     "stability adopt baseline=a/ candidate=b/",
@@ -167,8 +165,6 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_args, **_kwargs: None)
     for script in ("train.py", "gpt.py"):
         shutil.copy(ROOT / "examples" / script, tmp_path)
-    ((_, script),) = (x for x in blocks_of(TEXTS["docs/hugging_face.md"]) if x[0] == "python")
-    (tmp_path / "hf_train.py").write_text(script)
     kernel = "from torch.nn.functional import scaled_dot_product_attention as sdpa\n\n\n"
     kernel += "def my_attention(q, k, v, *, causal, scale=None):\n"
     kernel += "    return sdpa(q, k, v, is_causal=causal, scale=scale)\n"

@@ -47,7 +47,7 @@ BLOCKS = {
     "docs/quickstart.md": {"text": 2},
     "docs/my_kernel.md": {"sh": 6},
     "docs/your_own_training.md": {"sh": 9, "yaml": 2, "python": 2, "": 3},
-    "docs/hugging_face.md": {"sh": 1, "python": 1},
+    "docs/hugging_face.md": {"sh": 2, "python": 1, "text": 1},
     "docs/slurm.md": {"sh": 1},
     "docs/read_a_report.md": {"sh": 1},
     "docs/policy.md": {"sh": 1, "yaml": 1},

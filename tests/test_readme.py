@@ -17,7 +17,7 @@ import uvicorn
 import yaml
 
 from stability.cli.main import main
-from tests.pages import blocks_for, code_of, commands_of, in_short
+from tests.pages import blocks_for, code_of, commands_of, in_short, in_words
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -287,14 +287,11 @@ LADDERS = {
 def _words(text):
     """Return the words of an answer, without its figures.
 
-    These are of one machine and number of threads. Elsewhere a cell near its limit may turn, as one
-    of flash_all_bf16 has, by docs/quickstart.md: what is said of that arm below the first line is
-    left out.
+    Elsewhere a cell near its limit may turn, as one of flash_all_bf16 has, by docs/quickstart.md:
+    what is said of that arm below the first line is left out.
     """
     text = re.sub(r"^flash_all_bf16.*?(?=^broken)", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "0", text)
-    # how wide the terminal is says where lines are broken
-    return " ".join(re.sub("─+", "─", text).split())
+    return in_words(text)
 
 
 def test_an_answer_is_compared_in_its_words():
