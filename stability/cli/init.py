@@ -136,7 +136,7 @@ def init(
     else:
         missing = [*_to_fill_in(written), *([_A_MILDER] if stopped else [])]
         missing += [] if _has_loss(found.resolved) else [_A_LOSS]
-        _print_next(to, missing, attention, dtypes)
+        _print_next(to, missing, attention, dtypes, may_evaluate=_may_evaluate(found.resolved))
     return HOLDS
 
 
@@ -153,12 +153,18 @@ def _with_lower_baseline(trials: Trials, text: str, to: Path, further: Mapping[s
 
 
 def _print_next(
-    to: Path, missing: Sequence[str], attention: str, dtypes: Sequence[str] = ()
+    to: Path,
+    missing: Sequence[str],
+    attention: str,
+    dtypes: Sequence[str] = (),
+    *,
+    may_evaluate: bool = False,
 ) -> None:
     """Print what comes next, with the study in the file `to`, which lacks the arms `missing`.
 
     `dtypes` are those in which the script calls its attention, where they are known: a kernel need
-    not be for others.
+    not be for others. `may_evaluate` is whether too few evaluations for that loss were
+    seen, of which a longer run may have more.
     """
     if attention and not attention.startswith("sdpa:"):
         asked = ",".join(_CHECKED[x] for x in dtypes if x in _CHECKED)
@@ -183,6 +189,8 @@ def _print_next(
     if _A_LOSS in missing:
         print_line("  a held-out loss comes of a function of yours: `held_out` in the study says")
         print_line("  how; without one there is no PASS")
+        if may_evaluate:
+            print_line(f"  none is needed where the script itself evaluates after {TRIAL} updates")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
     print_line("explained, step by step: stability docs your_own_training")
 
@@ -192,6 +200,14 @@ def _has_loss(found: Mapping[str, Any]) -> bool:
     from stability.recorder.held_out import NO_LOSS  # heavy
 
     return not any(note.startswith(NO_LOSS) for note in found["notes"])
+
+
+def _may_evaluate(found: Mapping[str, Any]) -> bool:
+    """Return whether the trial has seen too few evaluations, of which more may come later."""
+    from stability.recorder.held_out import NO_LOSS, NONE_SEEN, SEEN_ONCE  # heavy
+
+    too_few = (f"{NO_LOSS}{NONE_SEEN}", f"{NO_LOSS}{SEEN_ONCE}")
+    return any(note.startswith(too_few) for note in found["notes"])
 
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from stability.recorder.trained_samples import read_trained_samples
 
-__all__ = ["NAME_IT", "NONE_SEEN", "NO_LOSS", "HeldOut", "read_held_out"]
+__all__ = ["NAME_IT", "NONE_SEEN", "NO_LOSS", "SEEN_ONCE", "HeldOut", "read_held_out"]
 
 NAME_IT = (
     "name a function that returns it, called with the model alone: `held_out: MODULE:FUNCTION` in "
@@ -36,6 +36,7 @@ NO_LOSS = "no held-out loss: "
 NONE_SEEN = (
     "no call of the model in evaluation mode (`model.eval()`) and without gradients was seen"
 )
+SEEN_ONCE = "the script evaluates once"
 
 _UNKNOWN = (
     "whether the samples were trained on can't be told: the input by which the training's are "
@@ -133,7 +134,7 @@ def _of_the_same(
 ) -> HeldOut:
     """Return the loss of the calls that are the same at every step, less those trained on."""
     if len(by_step) < 2:
-        said = "the script evaluates once, so that which part is the same each time can't be told"
+        said = f"{SEEN_ONCE}, so that which part is the same each time can't be told"
         return HeldOut(notes=[f"{NO_LOSS}{said}; {_ASK}, or say `held_out: all` if none trains"])
     trained = read_trained_samples(ranks, folder)
     known = trained.calls

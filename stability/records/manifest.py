@@ -101,6 +101,11 @@ class Manifest:
         return {**self.dropped, **self.files}
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether its start is not on record yet: a command tells it as it ends."""
+        return self.state == "running" and "init_weights" not in self.hashes
+
+    @property
     def ranks(self) -> int:
         """How many processes trained, as far as that is on record."""
         found = self.resolved.get("ranks")

@@ -259,3 +259,19 @@ def test_every_verb_says_whose_records_lie_in_a_folder(trained, tmp_path, capsys
     if verb == "report":
         said = StudyPaths(folder).report.read_text()
     assert "records belong to arm fp32, seed" in " ".join(said.split())
+
+
+def test_a_command_that_still_trains_is_no_broken_pair(study):
+    """Its start is not on record before it ends; one that has ended without it is no pair."""
+    folder = study / "fp32" / "seed-1"
+    whole = read_manifest(folder / "manifest.json")
+    hashes = {name: said for name, said in whole.hashes.items() if name != "init_weights"}
+    write_manifest(folder / "manifest.json", replace(whole, state="running", hashes=hashes))
+    run = runs_of(read_study(study))["fp32", 1]
+    assert (run.state, run.breach, run.metrics) == ("stopped", "", {}), "no process holds it"
+    write_manifest(folder / "manifest.json", replace(whole, hashes=hashes))
+    run = runs_of(read_study(study))["fp32", 1]
+    assert run.state == "failed"
+    assert "hashes.init_weights must be the baseline's" in run.breach
+    write_manifest(folder / "manifest.json", replace(whole, state="running"))
+    assert runs_of(read_study(study))["fp32", 1].metrics, "a start on record is held against"

@@ -8,7 +8,7 @@ import pytest
 
 from stability.cli.command_parts import parts_of
 from stability.cli.flag_arms import flags_of_arms, is_lower_precision
-from stability.cli.init import _print_next, _updates
+from stability.cli.init import _updates
 from stability.cli.study_text import study_text
 from stability.config.command_study import expand_commands, load_command_study
 from stability.config.commands import PRECISION_QUESTION
@@ -360,18 +360,6 @@ def test_the_next_commands_and_what_is_to_be_filled_in_are_said(
     assert "every run ends after 100 updates, since the command names none that was found" in said
 
 
-@pytest.mark.parametrize(
-    ("attention", "is_ours"),
-    [("flash:fa2", True), ("flash", True), ("flash_attn:flash_attn_func", False)],
-)
-def test_what_is_this_packages_own_kernel_is_said_of_that_alone(
-    attention: str, is_ours: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _print_next(Path("study.yaml"), [], attention)
-    said = " ".join(capsys.readouterr().out.split())
-    assert (f"{attention} is this package's own kernel, on a CPU its twin" in said) == is_ours
-
-
 def test_runs_end_where_the_command_ends_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -381,6 +369,8 @@ def test_runs_end_where_the_command_ends_itself(
     assert "every run ends after 12 updates, the command's own --steps 12 study.yaml:" in said
     assert "a reference is the command one precision higher" in said
     assert "without one there is no PASS" in said
+    assert "no call of the model in evaluation mode" in said
+    assert "none is needed where the script itself evaluates after 2 updates" in said
     study = load_command_study(tmp_path / "study.yaml")
     assert study.base.train.steps == 12
     assert study.base.words()[-2:] == ["--steps", "12"]
