@@ -11,6 +11,11 @@ from stability.analysis.arm_growth import ArmGrowth, arm_growth
 from stability.analysis.drift_notes import drift_notes
 from stability.analysis.ladder import Ladder, Row
 from stability.analysis.ladder_sentences import sentence
+from stability.analysis.locate import locate, sentences
+from stability.analysis.looks import OperatorLimits
+from stability.analysis.operator_places import OperatorPlace, worst_places
+from stability.analysis.place_table import JUDGED
+from stability.analysis.probe_answer import failures_of
 from stability.analysis.probe_records import natural_order
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import (
@@ -22,6 +27,7 @@ from stability.analysis.study_records import (
 )
 from stability.config.axes import Group, groups_of
 from stability.config.schema import BASELINE
+from stability.config.study import PolicyConfig
 from stability.records.events import Event
 from stability.records.metric_names import ALL_WEIGHTS, deviation_name, parse_deviation, parse_drift
 from stability.records.metric_table import DRIFT_METRICS, LAYER_METRICS
@@ -65,6 +71,12 @@ class ArmSummary:
     growth: ArmGrowth | None
     parameters: tuple[tuple[str, SeedValues], ...]
     """Each parameter's relative L2 at the last step with a drift, the most drifted first."""
+    found: tuple[str, ...]
+    """What stands out in its attention beyond the study's limits: which layer, which result, from
+    which step; a sentence for each place and seed. Failures come first."""
+    worst: tuple[OperatorPlace, ...]
+    """Of each result its worst figure of each kind, the worst of all first; empty without a
+    golden."""
     layers: Mapping[str, Mapping[str, BySteps]]
     """Deviation of each layer's output, by LAYER_METRICS; empty without a probe."""
 
@@ -92,6 +104,8 @@ class ArmSummary:
             "drift": {metric: _by_step(values) for metric, values in self.drifts.items()},
             "growth": _growth(self.growth) if self.growth else None,
             "parameters": {name: spread.to_dict() for name, spread in self.parameters},
+            "found": list(self.found),
+            "worst": [_place(one) for one in self.worst],
             "deviation/out": {
                 layer: {metric: _by_step(values) for metric, values in found.items()}
                 for layer, found in self.layers.items()
@@ -101,6 +115,21 @@ class ArmSummary:
 
 def _growth(growth: ArmGrowth) -> dict[str, Any]:
     return jsonable({**asdict(growth), "doubling_time": growth.dynamics.doubling_time})
+
+
+def _place(one: OperatorPlace) -> dict[str, Any]:
+    return jsonable(
+        {
+            "result": one.what,
+            "figure": JUDGED[one.kind],
+            "place": one.where,
+            "mean": one.mean,
+            "limit": one.limit,
+            "of_limit": one.of_limit,
+            "largest": one.wildest,
+            "largest_at": one.wildest_at,
+        }
+    )
 
 
 def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary:
@@ -121,6 +150,8 @@ def summarise_arm(study: RecordedStudy, ladder: Ladder, name: str) -> ArmSummary
         drifts=drifts,
         growth=arm_growth(study, arm) if name != BASELINE else None,
         parameters=_parameters(arm, last),
+        found=_found(arm, study.policy),
+        worst=worst_places(arm, study.policy),
         layers=_layers(arm),
     )
 
@@ -181,6 +212,18 @@ def _parameters(arm: RecordedArm, step: int) -> tuple[tuple[str, SeedValues], ..
     # NaN first: a parameter that is no longer a number is what a reader looks for
     return tuple(
         sorted(found.items(), key=lambda item: (item[1].mean == item[1].mean, -item[1].mean))
+    )
+
+
+def _found(arm: RecordedArm, policy: PolicyConfig) -> tuple[str, ...]:
+    limits = OperatorLimits.of(policy)
+    return tuple(
+        f"seed {seed}: {said}"
+        for seed, run in arm.runs.items()
+        for said in (
+            *failures_of(run.metrics, (), (), ()),
+            *sentences(locate(run.metrics, limits)),
+        )
     )
 
 

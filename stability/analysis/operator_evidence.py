@@ -13,34 +13,25 @@ that are not finite where the golden's are is harmed whatever else it does.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stability.analysis.advice import advice, attention_is_not_its
 from stability.analysis.evidence import LevelEvidence, silent_level
-from stability.analysis.looks import (
-    OperatorLimits,
-    Samples,
-    p_harmed,
-    p_holds,
-    plain_looks,
-    standard_error,
-)
+from stability.analysis.looks import OperatorLimits
 from stability.analysis.more_looks import more_looks
 from stability.analysis.number_text import bounds, three_figures
 from stability.analysis.operator_coverage import unseen
-from stability.analysis.place_table import (
-    JUDGED,
-    Judged,
-    PlaceTable,
-    joined,
-    place_tables,
-    samples_of,
+from stability.analysis.operator_places import (
+    KINDS,
+    OperatorPlace,
+    decides_holding,
+    families_of,
+    tables_of,
 )
+from stability.analysis.place_table import JUDGED, Judged, PlaceTable
 from stability.analysis.sequential import look_alpha
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.config.axes import touches
@@ -49,9 +40,6 @@ from stability.records.metric_columns import Series
 
 __all__ = ["changes_attention", "judge_operator", "operator_evidence"]
 
-Array = NDArray[np.float64]
-
-KINDS: tuple[Judged, ...] = ("error", "gain", "bias")
 MOST_LOOKS = 10_000
 """No more looks are ever asked for."""
 
@@ -67,9 +55,8 @@ def operator_evidence(
             f"{attention_is_not_its(study, arm)}, and no other operator is measured yet",
             cell="-",
         )
-    runs = [run for run in arm.runs.values() if run.metrics]
-    tables = joined([place_tables(run.metrics) for run in runs])
-    bad = sum(_nonfinite(run.metrics) for run in runs)
+    tables = tables_of(arm)
+    bad = sum(_nonfinite(run.metrics) for run in arm.runs.values())
     found = judge_operator(tables, policy, nonfinite=bad)
     if found.state == "not measured":
         found = replace(found, decides=advice(study, "operator"))
@@ -113,49 +100,6 @@ def _nonfinite(metrics: Mapping[str, Series]) -> float:
     return sum(value for series in counts for value in series.values if math.isfinite(value))
 
 
-class _Place(NamedTuple):
-    """One judged number at one place, over looks."""
-
-    kind: Judged
-    what: str
-    layer: str
-    """Empty for the whole model."""
-    head: int | None
-    mean: float
-    """A factor for an error ratio, else the value in its own unit."""
-    error: float
-    """The standard error, of an error ratio that of its log."""
-    limit: float
-    p_harmed: float
-    p_holds: float
-    samples: Samples
-    plain: int = 0
-    """How many looks are plainly beyond the limit by themselves."""
-    wildest: float = math.nan
-    """The value that is furthest from nothing in a single look, in the unit of `mean`."""
-    wildest_at: int = 0
-    """The step of that look."""
-
-    @property
-    def where(self) -> str:
-        """The layer, and the head in it; or the whole model."""
-        if not self.layer:
-            return "the mean of all layers"
-        return self.layer if self.head is None else f"head {self.head} of {self.layer}"
-
-    def interval(self, alpha: float) -> tuple[float, float]:
-        """Return one-sided t-bounds of the mean at `alpha` each; NaN with fewer than two looks."""
-        reach = _reach(self, alpha)
-        if self.kind == "error":
-            return self.mean * math.exp(-min(reach, 700.0)), self.mean * math.exp(min(reach, 700.0))
-        return self.mean - reach, self.mean + reach
-
-    def is_beyond(self, alpha: float) -> bool:
-        """Whether the whole interval lies beyond the limit."""
-        low, high = self.interval(alpha)
-        return low > self.limit or (self.kind != "error" and high < -self.limit)
-
-
 def judge_operator(
     tables: Sequence[PlaceTable], policy: PolicyConfig, *, nonfinite: float = 0.0
 ) -> LevelEvidence:
@@ -163,9 +107,9 @@ def judge_operator(
     where the golden's are not.
     """
     limits = OperatorLimits.of(policy)
-    families = [list(_places(tables, limits, family)) for family in ("model", "layer", "head")]
+    families = families_of(tables, limits)
     places = [place for family in families for place in family]
-    deciding = [place for place in places if _decides_holding(place, bool(families[0]))]
+    deciding = [place for place in places if decides_holding(place, bool(families[0]))]
     looks = max((int(np.isfinite(one.samples.values).sum()) for one in places), default=0)
     if nonfinite:
         return LevelEvidence(
@@ -193,7 +137,7 @@ def judge_operator(
     alpha = look_alpha(policy.alpha)
     state = "harmed" if harmed <= alpha else "holds" if holds <= alpha else "undecided"
     shown = places if state == "harmed" else deciding
-    worst: dict[Judged, _Place | None] = {kind: _worst(shown, kind) for kind in KINDS}
+    worst: dict[Judged, OperatorPlace | None] = {kind: _worst(shown, kind) for kind in KINDS}
     if state == "harmed":
         sentence = _harm_sentence(families, looks, alpha) + _by_design(families, alpha)
     else:
@@ -212,69 +156,11 @@ def judge_operator(
     )
 
 
-def _decides_holding(place: _Place, several_layers: bool) -> bool:
-    """Whether a place must surely be within its limit for the level to hold."""
-    if place.kind != "bias":
-        return bool(place.layer)
-    return place.head is None and bool(place.layer) != several_layers
-
-
-def _places(tables: Sequence[PlaceTable], limits: OperatorLimits, family: str) -> Iterator[_Place]:
-    for table in tables:
-        for kind in KINDS:
-            found = samples_of(table, kind, limits)
-            if found is None:
-                continue
-            layers, heads = found
-            if family == "model" and len(table.layers) > 1:
-                yield from _of(table, kind, layers.mean(axis=1), family)
-            elif family == "layer":
-                yield from _of(table, kind, layers, family)
-            elif family == "head" and heads is not None:
-                yield from _of(table, kind, heads, family)
-
-
-def _of(table: PlaceTable, kind: Judged, samples: Samples, family: str) -> Iterator[_Place]:
-    harmed, holds, error = p_harmed(samples), p_holds(samples), standard_error(samples.values)
-    with np.errstate(invalid="ignore"):
-        mean = np.nansum(samples.values, 0) / np.isfinite(samples.values).sum(0)
-    # a signed error scatters: single looks of right attentions are up to 29 times beyond its limit
-    plain = plain_looks(samples) if kind != "bias" else np.zeros(samples.values.shape, bool)
-    size = samples.values if kind == "error" else np.abs(samples.values)
-    for at in np.ndindex(harmed.shape):
-        if not math.isfinite(mean[at]):
-            continue
-        one = (slice(None), *at)
-        value = float(mean[at])
-        wildest = int(np.nanargmax(size[one]))
-        extreme = float(samples.values[one][wildest])
-        yield _Place(
-            kind=kind,
-            what=table.what,
-            layer="" if family == "model" else table.layers[at[0]],
-            head=at[1] if family == "head" else None,
-            mean=math.exp(value) if kind == "error" else value,
-            error=float(error[at]),
-            limit=math.exp(samples.limit) if kind == "error" else samples.limit,
-            p_harmed=float(harmed[at]),
-            p_holds=float(holds[at]),
-            samples=Samples(
-                values=samples.values[one],
-                limit=samples.limit,
-                signed=samples.signed,
-                baseline=None if samples.baseline is None else samples.baseline[one],
-            ),
-            plain=int(plain[one].sum()),
-            wildest=math.exp(extreme) if kind == "error" else extreme,
-            wildest_at=int(table.steps[wildest]),
-        )
-
-
-def _worst(places: Sequence[_Place], kind: Judged) -> _Place | None:
+def _worst(places: Sequence[OperatorPlace], kind: Judged) -> OperatorPlace | None:
     return max((one for one in places if one.kind == kind), key=lambda x: abs(x.mean), default=None)
 
 
-def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: float) -> str:
+def _harm_sentence(families: Sequence[Sequence[OperatorPlace]], looks: int, alpha: float) -> str:
     """Return where harm is surest, how much it is, and the limit."""
     # of the families' smallest p, each times its size, the least
     family = min((f for f in families if f), key=lambda f: len(f) * min(x.p_harmed for x in f))
@@ -288,7 +174,7 @@ def _harm_sentence(families: Sequence[Sequence[_Place]], looks: int, alpha: floa
     return f"In {one.where}, {one.what} {said}, over {looks} looks."
 
 
-def _by_design(families: Sequence[Sequence[_Place]], alpha: float) -> str:
+def _by_design(families: Sequence[Sequence[OperatorPlace]], alpha: float) -> str:
     """Return what is known to err so by its design, where that alone is the harm; else empty."""
     sure = [one for family in families for one in family if 3 * len(family) * one.p_harmed <= alpha]
     if any(x.kind != "error" or x.what not in ("dq", "dk") or x.mean > 4 for x in sure):
@@ -302,7 +188,7 @@ def _by_design(families: Sequence[Sequence[_Place]], alpha: float) -> str:
     )
 
 
-def _not_together(deciding: Sequence[_Place], harmed: float, alpha: float) -> str:
+def _not_together(deciding: Sequence[OperatorPlace], harmed: float, alpha: float) -> str:
     """Return why a figure whose interval is beyond its limit is no harm yet; empty if none is."""
     # an interval alone says nothing where the baseline errs the same
     if not any(one.is_beyond(alpha) and one.p_harmed <= alpha for one in deciding):
@@ -316,7 +202,7 @@ def _not_together(deciding: Sequence[_Place], harmed: float, alpha: float) -> st
 _WILD_DECIDES = "what the attention does there, which more looks can't excuse"
 
 
-def _wild_sentence(wild: Sequence[_Place]) -> str:
+def _wild_sentence(wild: Sequence[OperatorPlace]) -> str:
     """Return where a single look is plainly beyond its limit, the worst first; empty if none is."""
     if not wild:
         return ""
@@ -335,7 +221,10 @@ def _wild_sentence(wild: Sequence[_Place]) -> str:
 
 
 def _worst_sentence(
-    deciding: Sequence[_Place], worst: Mapping[Judged, _Place | None], looks: int, alpha: float
+    deciding: Sequence[OperatorPlace],
+    worst: Mapping[Judged, OperatorPlace | None],
+    looks: int,
+    alpha: float,
 ) -> str:
     """Return the largest figure of each kind with its place, and how many are within limits."""
     verbs = {
@@ -361,7 +250,7 @@ def _worst_sentence(
     return f"At worst, {'; '.join(found)}. Over {looks} looks {sure}."
 
 
-def _written(one: _Place, alpha: float) -> str:
+def _written(one: OperatorPlace, alpha: float) -> str:
     """Return a figure with its interval; of a gain the factor, with as many decimals as count."""
     low, high = one.interval(alpha)
     if one.kind == "error":
@@ -374,11 +263,11 @@ def _written(one: _Place, alpha: float) -> str:
     return f"{write(1 + one.mean)}{bounds(1 + low, 1 + high, write)}"
 
 
-def _limit(one: _Place) -> str:
+def _limit(one: OperatorPlace) -> str:
     return f"limit {one.limit:.2%} from 1" if one.kind == "gain" else f"limit {one.limit:g}"
 
 
-def _cell(worst: dict[Judged, _Place | None]) -> str:
+def _cell(worst: dict[Judged, OperatorPlace | None]) -> str:
     error, gain = worst["error"], worst["gain"]
     parts = [f"{error.mean:.2g}x" if error else "", _percent(gain.mean) if gain else ""]
     text = " ".join(part for part in parts if part)
@@ -391,7 +280,10 @@ def _percent(gain: float) -> str:
 
 
 def _decides(
-    families: Sequence[Sequence[_Place]], deciding: Sequence[_Place], looks: int, alpha: float
+    families: Sequence[Sequence[OperatorPlace]],
+    deciding: Sequence[OperatorPlace],
+    looks: int,
+    alpha: float,
 ) -> str:
     """Return how many looks would do if means and spreads stay as they are."""
     if any(one.plain for one in deciding):
@@ -411,7 +303,7 @@ def _decides(
     return f"about {max(needed, looks + 1)} looks (there are {looks})"
 
 
-def _looks_needed(one: _Place, alpha: float) -> int:
+def _looks_needed(one: OperatorPlace, alpha: float) -> int:
     values = one.samples.values[np.isfinite(one.samples.values)]
     if len(values) < 2:
         return 3
@@ -426,7 +318,10 @@ def _looks_needed(one: _Place, alpha: float) -> int:
 
 
 def _figures(
-    places: Sequence[_Place], worst: dict[Judged, _Place | None], looks: int, alpha: float
+    places: Sequence[OperatorPlace],
+    worst: dict[Judged, OperatorPlace | None],
+    looks: int,
+    alpha: float,
 ) -> dict[str, float]:
     """Return the worst of each kind, and what larger value would have been seen at any place."""
     figures: dict[str, float] = {"looks": looks, "figures": len(places)}
@@ -445,19 +340,9 @@ def _figures(
     return figures
 
 
-def _bound(one: _Place, alpha: float) -> float:
+def _bound(one: OperatorPlace, alpha: float) -> float:
     """Return the size that a one-sided t-bound excludes: larger ones would have been seen."""
     low, high = one.interval(alpha)
     if math.isnan(high):
         return math.inf
     return high if one.kind == "error" else max(-low, high)
-
-
-def _reach(one: _Place, alpha: float) -> float:
-    """Return how far a one-sided t-bound lies from the mean; NaN with fewer than two looks."""
-    count = int(np.isfinite(one.samples.values).sum())
-    if count < 2:
-        return math.nan
-    from scipy.special import stdtrit  # heavy: a quarter of a second
-
-    return float(stdtrit(count - 1, 1 - alpha)) * one.error

@@ -12,7 +12,15 @@ from rich.table import Table
 
 from stability.analysis.arm_growth import ArmGrowth
 from stability.analysis.arm_summary import ArmSummary, BySteps
-from stability.analysis.number_text import MISSING, finely, plain, scientific, times
+from stability.analysis.number_text import (
+    MISSING,
+    finely,
+    plain,
+    scientific,
+    three_figures,
+    times,
+)
+from stability.analysis.operator_places import OperatorPlace
 from stability.config.schema import BASELINE
 from stability.records.metric_table import LAYER_METRICS
 from stability.report.terminal.sparkline import Scale, Sparks, evenly, linear_scale, log_scale
@@ -36,7 +44,7 @@ DRIFT_STEPS, LAYER_STEPS = 9, 10
 MOST_METRICS = 3
 """Of each layer, so that they fit 80 columns."""
 TOP = 10
-"""How many parameters, and how many events, are shown."""
+"""How many parameters, sentences of what was found, and events are shown."""
 WIDE = 110
 """From this width on the relative L2 shows its interval."""
 STATE_STYLE = {"finished": FINE, "failed": BAD, "running": "bold"}
@@ -58,6 +66,7 @@ def print_arm(view: ArmSummary, console: Console) -> None:
         console.print()
         print_growth([view.growth], console)
     _print_parameters(view, console)
+    _print_worst(view, console)
     _print_layers(view, console)
     _print_events(view, console)
 
@@ -172,6 +181,48 @@ def _print_parameters(view: ArmSummary, console: Console) -> None:
     console.print(table)
     if len(view.parameters) > TOP:
         console.print(as_text(f"{min(TOP, len(moved))} of {len(view.parameters)}", "dim"))
+
+
+def _print_worst(view: ArmSummary, console: Console) -> None:
+    """Print where each result errs most, the worst first; nothing if no look had a golden."""
+    if view.found:
+        console.print()
+    for line in view.found[:TOP]:
+        console.print(as_text(line, OPEN))
+    if len(view.found) > TOP:
+        console.print(as_text(f"the first {TOP} of {len(view.found)}; --json has all", "dim"))
+    if not view.worst:
+        return
+    table = ruled_table(["result", "figure"], ["mean", "limit", "largest", "at step"])
+    add_names(table, "in")
+    for one in view.worst:
+        add_row(
+            table,
+            one.what,
+            one.kind,
+            _figure(one, one.mean),
+            _figure(one, one.limit).removeprefix("+"),
+            _figure(one, one.wildest),
+            str(one.wildest_at),
+            one.where,
+            style=BAD if one.of_limit > 1 else "",
+        )
+    console.print(as_text("\nworst place of each result against FP64, the worst first", "bold"))
+    console.print(table)
+    looks = max(one.looks for one in view.worst)
+    caption = (
+        "error: that of plain attention on the same inputs, times so much; gain: how much too "
+        "large; bias: mean signed error, in ULPs, or in k ULPs where plain attention errs by k "
+        f"roundings. mean: of {looks} looks; largest: of a single look, and its step. A mean "
+        "beyond its limit may be chance: `stability verdict` says what is sure."
+    )
+    console.print(as_text(caption, "dim"))
+
+
+def _figure(one: OperatorPlace, value: float) -> str:
+    if one.kind == "error":
+        return f"{three_figures(value)}x"
+    return f"{value:+.2g}" if one.kind == "bias" else f"{100 * value:+.2g}%"
 
 
 def _print_layers(view: ArmSummary, console: Console) -> None:

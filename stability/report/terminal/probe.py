@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.analysis.locate import locate, sentences
+from stability.analysis.looks import OperatorLimits
 from stability.analysis.number_text import MISSING
 from stability.analysis.probe_answer import ProbeAnswer, answer_of_probe, failures_of
 from stability.analysis.probe_records import RecordedProbe, read_probe
@@ -108,12 +109,13 @@ def print_probe(folder: Path, console: Console) -> ProbeAnswer:
 
 def print_found(study: RecordedStudy, console: Console) -> None:
     """Print what stands out in the runs of a study, and what happened in them; often nothing."""
+    limits = OperatorLimits.of(study.policy)  # what the verdict allows does not stand out
     for arm in study.arms:
         for seed, run in arm.runs.items():
             where = f"{arm.name}, seed {seed}"
             for line in failures_of(run.metrics, (), (), ()):
                 console.print(as_text(f"{where}: {line}", ALARM))
-            for line in sentences(locate(run.metrics))[:SHOWN]:
+            for line in sentences(locate(run.metrics, limits))[:SHOWN]:
                 console.print(as_text(f"{where}: {line}"))
             for line in event_lines(run.events):
                 console.print(Text.assemble(f"{where}  ", line) if line.plain else line)

@@ -22,6 +22,7 @@ from stability.records.metric_names import EVAL_LOSS, TRAIN_LOSS, deviation_name
 from stability.records.paths import RunPaths
 from stability.report.terminal.arm import print_arm, print_growth
 
+FORWARD_AND_BACKWARD = ("out", "dq", "dk", "dv")
 GROWN = ["init", "layout"]
 LONG = "blocks." + "x" * 290 + ".weight"
 
@@ -145,6 +146,7 @@ def test_the_baseline_and_an_arm_that_has_not_begun_are_shown(synthetic, finishe
     synthetic.write_study_json(tmp_path)
     assert "no drift on record yet" in printed(tmp_path, "nudge")
     assert TRAIN_LOSS not in printed(tmp_path, "nudge")
+    assert "worst place" not in printed(tmp_path, "nudge")
 
 
 def interval(low, mean, high):
@@ -229,3 +231,82 @@ def test_an_arm_that_trained_in_other_processes_has_another_layout(synthetic, tm
         write_manifest(path, replace(manifest, resolved={**manifest.resolved, "ranks": 2}))
     assert viewed(folder, "nudge").groups == ["init"]
     assert viewed(folder, "baseline").groups == []
+
+
+@pytest.fixture
+def looked_at(synthetic, tmp_path):
+    """Write a study in which flash_fa2 was looked at ten times; its figures by (result, metric)."""
+
+    def write(figures, **changes):
+        folder = synthetic.write_synthetic(tmp_path / "looked_at", seeds=[0], **changes)
+        log = MetricLog(RunPaths.for_run(folder, "flash_fa2", 0).metrics)
+        for step in range(0, 100, 10):
+            wave = 1 if step % 20 else -1
+            log.append(
+                step,
+                {
+                    deviation_name(f"layer_{layer}", what, metric): value * (1 + 0.02 * wave)
+                    for layer in range(synthetic.LAYERS)
+                    for what in FORWARD_AND_BACKWARD
+                    for metric, value in {
+                        "error_ratio": 0.95,
+                        "gain": 1e-6,
+                        "gain_baseline": 1e-6,
+                        "golden_bias_ulp": 1e-3,
+                        "golden_bias_ulp_baseline": 1e-3,
+                        **figures.get((layer, what), {}),
+                    }.items()
+                },
+            )
+        log.close()
+        return folder
+
+    return write
+
+
+def rows_of(text):
+    body = text.split("worst place of each result")[1].split("error: that of plain")[0]
+    return [line.split() for line in body.splitlines()[3:] if line.strip()]
+
+
+def test_the_result_that_is_wrong_comes_first_with_its_layer_and_step(looked_at):
+    folder = looked_at({(1, "dq"): {"gain": 5e-3}})
+    text = printed(folder, "flash_fa2")
+    rows = rows_of(text)
+    assert rows[0] == ["dq", "gain", "+0.5%", "0.1%", "+0.51%", "10", "layer_1"]
+    assert {row[0] for row in rows} == set(FORWARD_AND_BACKWARD)
+    assert "seed 0: layer_1: a wrong factor since step 0: dq is 1.0050" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+DQ = {(layer, "dq"): {"error_ratio": 2.75} for layer in range(5)}
+"""As of a kernel that takes delta from the rounded output."""
+
+
+def test_an_error_beyond_its_limit_stands_out(looked_at, capsys):
+    folder = looked_at(DQ)
+    text = printed(folder, "flash_fa2")
+    assert rows_of(text)[0][:4] == ["dq", "error", "2.75x", "2.00x"]
+    said = "every layer: error ratio is beyond its limit since step 0: dq 2.75"
+    assert f"seed 0: {said}" in " ".join(text.split())
+    assert main(["show", str(folder)]) == 0
+    assert f"flash_fa2, seed 0: {said}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_error_that_the_policy_allows_is_shown_and_does_not_stand_out(looked_at, capsys):
+    folder = looked_at(DQ, policy={"max_error_ratio": 4.0})
+    view = viewed(folder, "flash_fa2")
+    assert view.found == ()
+    assert rows_of(printed(folder, "flash_fa2"))[0][:4] == ["dq", "error", "2.75x", "4.00x"]
+    assert main(["show", str(folder)]) == 0
+    assert "beyond its limit since" not in " ".join(capsys.readouterr().out.split())
+    assert view.to_dict()["worst"][0] == {
+        "result": "dq",
+        "figure": "error_ratio",
+        "place": view.worst[0].where,
+        "mean": pytest.approx(2.75, rel=1e-3),
+        "limit": 4.0,
+        "of_limit": pytest.approx(2.75 / 4, rel=1e-3),
+        "largest": pytest.approx(2.75 * 1.02),
+        "largest_at": 10,
+    }
