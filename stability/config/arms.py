@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stability.config.axes import MANY
-from stability.config.commands import is_command
+from stability.config.commands import attention_name, is_command
 from stability.config.convert import Place, from_mapping, merge, to_dict
 from stability.config.diff import diff
 from stability.config.flags import PLACE
@@ -163,9 +163,9 @@ def describe_change(
         return f"{_attention_label(before)}, {base.get('precision', '?')}"
     if not differences:
         return "nothing (A/A)"
-    is_ours = not is_command(base)
-    attention = {k: v for k, v in differences.items() if is_ours and k.startswith("attention.")}
-    parts = [_describe_attention(before, attention)] if attention else []
+    attention = {k: v for k, v in differences.items() if k.startswith("attention.")}
+    described = _describe_named if is_command(base) else _describe_attention
+    parts = [described(before, attention)] if attention else []
     others = sorted(differences.keys() - attention.keys(), key=list(differences).index)
     # what a change is meant to bring with it comes after it
     others.sort(key=lambda path: path.startswith("changes."))
@@ -207,8 +207,14 @@ def _describe_attention(before: Mapping[str, Any], differences: Mapping[str, lis
     return f"attention: {_attention_label(before)} -> {_attention_label(after)}"
 
 
+def _describe_named(before: Mapping[str, Any], differences: Mapping[str, list[Any]]) -> str:
+    """Return a command's change of attention by the names that a study's YAML gives."""
+    was = {"implementation": "", **before}
+    after = was | {path.removeprefix("attention."): now for path, (_, now) in differences.items()}
+    return f"attention: {_given(attention_name(was))} -> {_given(attention_name(after))}"
+
+
 _OF_COMMANDS = {
-    "attention": "attention: {1} -> {2}",
     "flags": "--{0}: {1} -> {2}",
     "config": "{0}: {1} -> {2}",
     "config.declared": "declared: {2}",

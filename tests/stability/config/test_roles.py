@@ -240,6 +240,33 @@ def test_a_word_of_a_command_that_is_no_flag_is_told_by_its_place():
 
 
 @pytest.mark.parametrize(
+    ("before", "changes", "said"),
+    [
+        ({}, {"implementation": ["", "mine:f"]}, "not given -> mine:f"),
+        (
+            {},
+            {"implementation": ["", "mine:f"], "fault": [None, "out_gain_1pct"]},
+            "not given -> mine:f+out_gain_1pct",
+        ),
+        (
+            {"implementation": "mine:f"},
+            {"fault": [None, "out_gain_1pct"]},
+            "mine:f -> mine:f+out_gain_1pct",
+        ),
+        (
+            {"implementation": "mine:f", "fault": "out_gain_1pct"},
+            {"implementation": ["mine:f", ""], "fault": ["out_gain_1pct", None]},
+            "mine:f+out_gain_1pct -> not given",
+        ),
+    ],
+)
+def test_a_fault_on_the_attention_of_a_command_is_told_as_its_yaml_has_it(before, changes, said):
+    base = command_training(["python", "train.py"], {}) | {"attention": before}
+    diff = {f"attention.{name}": pair for name, pair in changes.items()}
+    assert describe_change("b", "attention", diff, base) == f"attention: {said}"
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"candidates": ["flesh"]}, "policy.candidates.0: must be an arm besides .* flash"),
