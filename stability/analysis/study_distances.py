@@ -92,16 +92,18 @@ def study_distances(study: RecordedStudy, seeds: Sequence[int]) -> dict[int, See
 
 
 def left_out_note(study: RecordedStudy, step: int) -> str:
-    """Return that drift at a step is of values too that E leaves out there, or empty.
+    """Return that drift is of values too that E leaves out where it is judged, or empty.
 
-    Such values, as a key's bias, may be nearly all of a drift, so that arms look alike in it whose
-    E differs. A damaged record says nothing here; the verdict names it.
+    `step` takes the place of the judged one before that is known. Such values, as a key's bias,
+    may be nearly all of a drift, so that arms look alike in it whose E differs. A damaged record
+    says nothing here; the verdict names it.
     """
     seeds = [seed for seed in study.seeds if all(seed in arm.runs for arm in study.arms)]
     try:
         by_seed = study_distances(study, seeds)
     except ValueError:
         return ""
+    step = known_step(study) or step
     weights = {s: found.weights[step] for s, found in by_seed.items() if step in found.weights}
     count = max((x.left_out.count for x in weights.values() if x.left_out), default=0)
     if not count or reference_of(study) is None or judges_all(study.folder, weights, seeds):

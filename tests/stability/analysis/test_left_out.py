@@ -206,3 +206,7 @@ def test_the_ladder_says_that_its_drifts_hold_what_e_leaves_out(tmp_path):
     (said,) = told(left_out(study))
     assert said.startswith("Drift is over all weights. E leaves out values that noise alone moves")
     assert ", 3 at step " in said
+    judged = replace(study, policy=PolicyConfig(step=10), early_step=15)
+    assert ladder_of(judged).early_step == 15
+    (said,) = told(judged)
+    assert ", 3 at step 10:" in said, "E is judged there, whatever step the ladder shows"
