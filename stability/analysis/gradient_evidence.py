@@ -363,7 +363,10 @@ def _sentence(
         said += f"; {looks} looks are too few to tell whether it adds up."
     as_trained = _as_trained(run)
     if not math.isnan(as_trained):
-        said += f" As trained, the error is {three_figures(as_trained)} times the baseline's."
+        said += (
+            " As trained, the rounding of all other layers covers most of this: there the error is "
+            f"{three_figures(as_trained)} times the baseline's, which decides nothing."
+        )
     return said
 
 
@@ -380,7 +383,10 @@ def _worst_group(run: RecordedRun) -> str:
     if not ratios:
         return ""
     worst = max(ratios, key=lambda group: ratios[group])
-    return f", {three_figures(ratios[worst])} times in the worst parameters, {worst}"
+    # of `metrics.parameter_groups` this one's name alone says nothing; its labels would need torch
+    meaning = " (those in no named group)" if worst == "other" else ""
+    times = three_figures(ratios[worst])
+    return f", {times} times in the worst group of parameters, {worst}{meaning}"
 
 
 def _decides(ratio: _Figure, share: _Figure, looks: int, policy: PolicyConfig) -> str:

@@ -78,7 +78,8 @@ def test_small_errors_that_average_out_hold():
     assert found.sentence == (
         "The error of the whole model's gradient is 0.930 [0.909, 0.952] times the baseline's "
         "(limit 2), and a share of 0.001 [-0.004, 0.006] of it is the same at all 20 looks (limit "
-        "0.01). As trained, the error is 1.10 times the baseline's."
+        "0.01). As trained, the rounding of all other layers covers most of this: there the error "
+        "is 1.10 times the baseline's, which decides nothing."
     )
     assert found.decides == ""
     assert found.p_holds < 0.05 < found.p_harmed
@@ -100,8 +101,10 @@ def test_the_parameters_that_err_most_are_named():
     steps = list(range(20))
     for group, ratio in (("query", 0.8), ("mlp", 1.7)):
         run.metrics[f"gradient/{group}/ratio"] = Series(steps, [ratio] * 20)
-    said = "(limit 2), 1.70 times in the worst parameters, mlp, and a share"
+    said = "(limit 2), 1.70 times in the worst group of parameters, mlp, and a share"
     assert said in _judge(run).sentence
+    run.metrics["gradient/other/ratio"] = Series(steps, [1.9] * 20)
+    assert "other (those in no named group), and a share" in _judge(run).sentence
 
 
 def test_a_large_error_is_harm_even_where_it_averages_out():
