@@ -14,6 +14,7 @@ that are NaN, has the p-value 0. Leaves out how a level is measured and how leve
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -82,6 +83,12 @@ class LevelEvidence:
     def text(self) -> str:
         """The sentence, and what would decide it."""
         return f"{self.sentence} To decide it: {self.decides}." if self.decides else self.sentence
+
+    @property
+    def likely_seeds(self) -> int:
+        """How many seeds `decides` asks for, by their scatter; 0 where it names no number."""
+        found = re.search(r"\(--seeds (\d+)\)", self.decides)
+        return int(found[1]) if found else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name; NaN and infinities are still numbers."""

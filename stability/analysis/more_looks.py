@@ -6,7 +6,7 @@ where `probe.seeds` is `first`. Steps and probe are sealed: other ones are anoth
 how many looks are lacking (the levels' evidence).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stability.analysis.advice import StudyKind, kind_of
@@ -14,7 +14,15 @@ from stability.analysis.evidence import Level, LevelEvidence, agreeing, listed
 from stability.analysis.study_records import RecordedArm, RecordedStudy
 from stability.records.metric_names import parse_deviation
 
-__all__ = ["gaining", "more_looks", "next_look_is_at", "outlook", "unmeasured"]
+__all__ = [
+    "gaining",
+    "likely_look",
+    "more_looks",
+    "more_seeds",
+    "next_look_is_at",
+    "outlook",
+    "unmeasured",
+]
 
 _EVERY: dict[Level, str] = {"operator": "every", "gradient": "gradient_every"}
 """The levels that are judged over looks, and the probe's setting of how often each is made."""
@@ -67,9 +75,29 @@ def _why_none(levels: Sequence[Level]) -> str:
     return ", and ".join(said)
 
 
-def next_look_is_at(seeds: int | None) -> str:
-    """Return how many seeds the next look is at, a clause; empty without one."""
-    return f"the next look is at {seeds} seeds" if seeds else ""
+def next_look_is_at(seeds: int | None, likely: int | None = None) -> str:
+    """Return how many seeds the next look is at, a clause; empty without one.
+
+    `likely` is the look that is likely to decide.
+    """
+    if not seeds:
+        return ""
+    later = f", and by the scatter it takes {likely}" if likely and likely > seeds else ""
+    return f"the next look is at {seeds} seeds{later}"
+
+
+def likely_look(levels: Iterable[LevelEvidence], next_look: int | None) -> int | None:
+    """Return the number of seeds at which all `levels` are likely to be decided, of the looks.
+
+    None after the last look; the next one where none says how many it takes.
+    """
+    asked = [one.likely_seeds for one in levels if one.state == "undecided"]
+    return max(next_look, *asked) if next_look and asked else next_look
+
+
+def more_seeds(next_look: int | None) -> str:
+    """Return that more seeds are asked for, with the number of the next look if there is one."""
+    return f"more seeds (--seeds {next_look})" if next_look else "more seeds"
 
 
 def unmeasured(levels: Mapping[Level, LevelEvidence]) -> str:

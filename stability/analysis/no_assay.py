@@ -9,7 +9,7 @@ run. Leaves out the faults that are planted on a candidate (`assay`).
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from stability.analysis.more_looks import next_look_is_at
+from stability.analysis.more_looks import likely_look, next_look_is_at
 from stability.analysis.sequential import LOOKS
 from stability.analysis.unseen_harm import HARDLY
 
@@ -44,7 +44,7 @@ def to_show_harm(
 
     `controls` are the arms that are broken on purpose; `next_look` is None after the last.
     """
-    todo, later = [], []
+    todo, unsure = [], []
     if not controls:
         todo.append(f"add an arm that is broken on purpose, its role `broken`, {_ELSEWHERE}")
     for arm in filter(_is_unseen, controls):
@@ -57,7 +57,7 @@ def to_show_harm(
         elif training and training.state == "not measured" and training.decides:
             todo.append(f"have the training of {arm.arm} measured: {training.decides}")
         elif next_look and _seeds_may_show(arm):
-            later.append(arm.arm)
+            unsure.append(arm)
         else:
             todo.append(f"break {arm.arm} by a larger error, {_ELSEWHERE}")
     blind = [arm.arm for arm in candidates if arm.assay.state in ("blind", "not measured")]
@@ -66,10 +66,11 @@ def to_show_harm(
             f"do what the assay of {' and '.join(blind)} asks for, so that faults are found"
         )
     said = [f"more seeds alone do not end NO ASSAY: {', and '.join(todo)}"] if todo else []
-    if later:
-        said.append(
-            f"{next_look_is_at(next_look)}, which may show the harm of {' and '.join(later)}"
-        )
+    if unsure:
+        trainings = [arm.levels["training"] for arm in unsure if "training" in arm.levels]
+        likely = likely_look(trainings, next_look)
+        harm = f"the harm of {' and '.join(arm.arm for arm in unsure)}"
+        said.append(f"{next_look_is_at(next_look, likely)}, which may show {harm}")
     return "; ".join(said)
 
 

@@ -27,7 +27,15 @@ from stability.analysis.drift_notes import unproven_clause
 from stability.analysis.evidence import LEVELS, Level, LevelEvidence, agreeing, listed, silent_level
 from stability.analysis.gradient_evidence import gradient_evidence
 from stability.analysis.lost_runs import baseline_lost, where_lost
-from stability.analysis.more_looks import gaining, more_looks, next_look_is_at, outlook, unmeasured
+from stability.analysis.more_looks import (
+    gaining,
+    likely_look,
+    more_looks,
+    more_seeds,
+    next_look_is_at,
+    outlook,
+    unmeasured,
+)
 from stability.analysis.no_assay import to_show_harm, unseen
 from stability.analysis.operator_evidence import operator_evidence
 from stability.analysis.outcome_evidence import outcome_evidence
@@ -43,12 +51,10 @@ from stability.config.study import PolicyConfig
 from stability.records.sealed_json import jsonable
 
 __all__ = [
-    "Answer",
     "ArmVerdict",
     "EvidenceOf",
     "Outcome",
     "StudyVerdict",
-    "answer_of",
     "judge_arms",
     "judged_candidates",
 ]
@@ -155,12 +161,19 @@ class StudyVerdict:
         if self.look and missing and all(missing):
             # a FAIL may come of more seeds all the same
             gains = self.next_look and any(arm.gains for arm in self.candidates)
-            next_look = [next_look_is_at(self.next_look)] if gains else []
+            next_look = [next_look_is_at(self.next_look, self.likely_look)] if gains else []
             return "; ".join(dict.fromkeys([*missing, *next_look]))
         states = {one.state for arm in self.candidates for one in arm.levels.values()}
         if self.look and "undecided" in states and not any(arm.gains for arm in self.candidates):
             return "more seeds add nothing to what is undecided"
-        return next_look_is_at(self.next_look)
+        return next_look_is_at(self.next_look, self.likely_look)
+
+    @property
+    def likely_look(self) -> int | None:
+        """The look that is likely to decide, by the scatter; None after the last."""
+        found = [one for arm in self.candidates for one in arm.levels.values()]
+        found += [arm.levels["training"] for arm in self.controls if "training" in arm.levels]
+        return likely_look(found, self.next_look)
 
     @property
     def candidates(self) -> tuple[ArmVerdict, ...]:
@@ -325,11 +338,13 @@ def _at_look(
     # NaN: a level that holds by something else than a test
     if not p > share:
         return evidence
-    of_looks = evidence.level in ("operator", "gradient")
-    more = f"more looks, {more_looks(study, arm, evidence.level)}" if of_looks else "more seeds"
-    which = ", corrected for all arms and levels as no interval is," * (evidence.state == "harmed")
+    more = more_seeds(next_look(len(study.seeds)))
+    if evidence.level in ("operator", "gradient"):
+        more = f"more looks, {more_looks(study, arm, evidence.level)}"
+    # of an interval that is beyond its limit already
+    which = ", corrected for all arms and levels," if evidence.state == "harmed" else ""
     decides = (
-        f"{more}; p{which} is {p:.2g} and has to be {share:.2g}"
+        f"{more}: p{which} is {p:.2g} and has to be {share:.2g}"
         if share
         else f"at least {LOOKS[0]} seeds (--seeds {LOOKS[0]})"
     )
@@ -463,37 +478,3 @@ def _trouble(arms: Sequence[RecordedArm]) -> str:
 
 def _no_assay_needed() -> ArmAssay:
     return ArmAssay(state="not applicable", sentence="it is itself a planted fault")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The study's answer, arm by arm: its policy's verdict, or why there is none yet."""
-
-    outcome: Outcome | Literal["OPEN"]
-    """The worst of the candidates'; OPEN if none can be judged yet."""
-    sentences: tuple[str, ...]
-    """`exploratory` if there is such, one for each candidate, then one for each arm that is broken
-    on purpose."""
-    exploratory: str = ""
-    """What was changed after the protocol was sealed; mostly empty."""
-
-    def __str__(self) -> str:
-        return " ".join(self.sentences)
-
-
-def answer_of(study: RecordedStudy) -> Answer | None:
-    """Return the answer of the study's own policy; None if it has no candidate."""
-    try:
-        verdict = judge_arms(study, study.policy)
-    except ValueError:
-        return None
-    changes, outcome = "", verdict.outcome
-    if verdict.exploratory:
-        changes = f"EXPLORATORY, so nothing is proven: {'; '.join(verdict.exploratory)}."
-    if all(arm.seeds < LOOKS[0] and arm.outcome != "FAIL" for arm in verdict.candidates):
-        # the same for every candidate, so said once
-        outcome, said = "OPEN", [f"No verdict yet: the first look is at {LOOKS[0]} seeds."]
-    else:
-        said = [f"{arm.arm} {arm.answer}: {arm.sentence}." for arm in verdict.candidates]
-        said += [f"{arm.arm} {arm.answer}." for arm in verdict.controls]
-    return Answer(outcome, (changes, *said) if changes else tuple(said), changes)

@@ -349,7 +349,7 @@ def _show_study(written: _Written, console: "Console") -> None:
     print_answer(recorded.question, found, console, scope_line(recorded))
     print_ladder(ladder_of(recorded), console, drift_sparks(recorded, console))
     print_line(f"\nreport: {written.report}")
-    more = found.next_look if found and "next look" in found.outlook else None
+    more = found.likely_look if found and "next look" in found.outlook else None
     if more and more > len(recorded.seeds):
         print_line(
             f"the same command with --seeds {more} trains more seeds; it keeps these, and changes "

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from stability.analysis.answer import answer_of
 from stability.analysis.ladder import Ladder, ladder_of
 from stability.analysis.ladder_sentences import candidate_sentences
 from stability.analysis.number_text import EXACT_ZERO, MISSING, scientific, times
 from stability.analysis.probe_records import RecordedProbe
 from stability.analysis.seed_values import SeedValues
 from stability.analysis.study_records import RecordedRun, RecordedStudy, RunState, read_study
-from stability.analysis.verdict import answer_of
 from stability.report.terminal.probe import located_lines
 from stability.report.view.error_bars import bar_ends, written_bar
 from stability.report.view.ladder import is_candidate, is_unpaired, rungs, rungs_of_each

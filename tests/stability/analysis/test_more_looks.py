@@ -162,6 +162,19 @@ def test_more_seeds_are_advised_only_where_they_are_looked_at(study, undecided, 
     assert shown.endswith(f"{outlook}.")
 
 
+def test_the_look_that_is_likely_to_decide_is_the_last_that_a_level_asks_for(study):
+    """What holds, or has no number, asks for none; after the last look there is no other."""
+    asks = {
+        level: replace(OPEN[level], decides=f"{seeds} seeds, at this scatter (--seeds {seeds})")
+        for level, seeds in (("training", 12), ("outcome", 8))
+    }
+    judged = _judge(study, {**HOLDS, **asks})
+    assert judged.likely_look == 12
+    assert judged.outlook == f"{NEXT}, and by the scatter it takes 12"
+    assert _judge(study, {**OPEN, "outcome": HOLDS["outcome"]}).likely_look == 5
+    assert replace(judged, next_look=None).likely_look is None
+
+
 @pytest.mark.parametrize(
     ("undecided", "reason", "outlook"),
     [

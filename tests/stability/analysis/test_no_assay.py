@@ -70,6 +70,24 @@ def test_no_assay_says_what_ends_it_and_names_a_look_only_where_that_helps(
     assert judged.outlook == outlook
 
 
+@pytest.mark.parametrize(
+    ("decides", "outlook", "likely"),
+    [
+        ("more seeds", f"{NEXT}, which may show the harm of flash_all_bf16", 5),
+        (
+            "8 seeds, at this scatter (--seeds 8)",
+            f"{NEXT}, and by the scatter it takes 8, which may show the harm of flash_all_bf16",
+            8,
+        ),
+    ],
+)
+def test_the_look_that_may_show_a_harm_is_that_of_its_scatter(study, decides, outlook, likely):
+    found = replace(_evidence("training", "undecided"), decides=decides)
+    broken = _with(HARMED, one=found)
+    judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": broken}, assay=SENSITIVE)
+    assert (judged.outcome, judged.outlook, judged.likely_look) == ("NO ASSAY", outlook, likely)
+
+
 def test_a_broken_arm_that_has_not_ended_is_to_end_and_not_to_be_broken_further(study):
     judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HOLDS}, assay=SENSITIVE)
     (broken,) = judged.controls

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from stability.analysis.answer import answer_of
 from stability.analysis.assay import ArmAssay
 from stability.analysis.evidence import LEVELS, LevelEvidence
 from stability.analysis.study_records import read_study
-from stability.analysis.verdict import answer_of, judge_arms
+from stability.analysis.verdict import judge_arms
 from stability.cli.main import main
 from stability.config.study import PolicyConfig
 from stability.records.metric_columns import Series
@@ -173,7 +174,7 @@ def test_a_level_holds_only_at_the_error_rate_of_its_look(study):
         one = _evidence("training", "holds", 0.9, p_holds)
         found = _outcome(study, _with(HOLDS, one=one))
         assert found.outcome == outcome
-    assert found.levels["training"].decides == "more seeds; p is 0.02 and has to be 0.014"
+    assert found.levels["training"].decides.endswith("(--seeds 5): p is 0.02 and has to be 0.014")
 
 
 def test_harm_is_corrected_for_arms_and_levels(study):
@@ -185,14 +186,13 @@ def test_harm_is_corrected_for_arms_and_levels(study):
     assert found.outcome == "INCONCLUSIVE"
     assert found.levels["training"].state == "undecided"
     assert found.levels["training"].decides == (
-        "more seeds; p, corrected for all arms and levels as no interval is, is 0.04 and has to be "
-        "0.014"
+        "more seeds (--seeds 5): p, corrected for all arms and levels, is 0.04 and has to be 0.014"
     )
     looked_at = _outcome(study, _with(HOLDS, one=_evidence("gradient", "harmed", 0.01, 0.99)))
     assert looked_at.levels["gradient"].decides == (
         "more looks, by more steps or a smaller `probe.gradient_every`, in a study of another "
-        "name; more seeds add none, since only the first is looked at; p, corrected for all "
-        "arms and levels as no interval is, is 0.04 and has to be 0.014"
+        "name; more seeds add none, since only the first is looked at: p, corrected for all "
+        "arms and levels, is 0.04 and has to be 0.014"
     )
     two = _evidence("operator", "harmed", 0.003, 0.99)
     assert _outcome(study, _with(HOLDS, one=one, two=two)).levels["operator"].state == "harmed"
@@ -254,7 +254,7 @@ def test_a_control_without_seeds_enough_raises_no_alarm(synthetic, tmp_path):
 
 def test_the_answer_in_sentences_has_candidates_first(study, monkeypatch):
     judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HARMED})
-    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    monkeypatch.setattr("stability.analysis.answer.judge_arms", lambda *_: judged)
     first, last = answer_of(study).sentences
     assert first.startswith("flash_fa2 PASS: the operator, ")
     assert last == "flash_all_bf16 FAIL, as it must."
@@ -263,7 +263,7 @@ def test_the_answer_in_sentences_has_candidates_first(study, monkeypatch):
 def test_the_answer_in_sentences_opens_with_what_makes_it_exploratory(study, monkeypatch):
     changes = {"changes": lambda *_: ["policy.max_excess is 2.0, was 1.1", "the nudge is gone"]}
     judged = _judge(study, {"flash_fa2": HOLDS, "flash_all_bf16": HARMED}, **changes)
-    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    monkeypatch.setattr("stability.analysis.answer.judge_arms", lambda *_: judged)
     first, second, last = answer_of(study).sentences
     assert first == (
         "EXPLORATORY, so nothing is proven: policy.max_excess is 2.0, was 1.1; the nudge is gone."
@@ -278,7 +278,7 @@ def test_a_candidate_that_fails_is_told_though_another_has_not_reached_a_look(st
     by_arm = {arm.name: HOLDS for arm in two.arms} | {"flash_all_bf16": HARMED}
     judged = _judge(two, by_arm)
     assert judged.look == 0
-    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    monkeypatch.setattr("stability.analysis.answer.judge_arms", lambda *_: judged)
     answer = answer_of(two)
     assert answer.outcome == "FAIL"
     assert answer.sentences[0].startswith("flash_fa2 FAIL: it is lost where the baseline is sound,")
@@ -289,7 +289,7 @@ def test_one_candidate_at_its_look_is_answered_though_another_is_not(study, monk
     two = replace(study, arms=tuple(_as_candidate(arm) for arm in study.arms))
     two = with_state(two, "fp32", 0, "running")
     judged = _judge(two, {arm.name: HOLDS for arm in two.arms} | {"flash_all_bf16": HARMED})
-    monkeypatch.setattr("stability.analysis.verdict.judge_arms", lambda *_: judged)
+    monkeypatch.setattr("stability.analysis.answer.judge_arms", lambda *_: judged)
     assert answer_of(two).sentences[0].startswith("flash_fa2 PASS: ")
 
 
