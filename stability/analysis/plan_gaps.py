@@ -5,7 +5,7 @@ show, such as whether a script evaluates anything, and what each level makes of 
 levels' evidence).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stability.analysis.advice import advice
@@ -19,7 +19,7 @@ from stability.analysis.verdict import judged_candidates
 from stability.config.axes import touches
 from stability.config.commands import GRADIENT_NEEDS
 
-__all__ = ["NO_QUESTION", "plan_gaps"]
+__all__ = ["NO_QUESTION", "lacking_seeds", "plan_gaps"]
 
 NO_QUESTION = (
     "no arm is in question, so that the ladder alone is made; for a verdict add one, as "
@@ -49,15 +49,21 @@ def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) ->
         )
     elif swaps and (why := why_training_is_unshown(study)):
         found.append(f"{why}: add an arm `broken: {{attention: flash:fa2+out_gain_1pct}}`")
-    if len(study.seeds) < LOOKS[0]:
-        found.append(
-            f"it has {len(study.seeds)} of the {LOOKS[0]} seeds of the first look: `stability run` "
-            f"with --seeds {LOOKS[0]} trains more"
-        )
+    found.append(lacking_seeds(study.seeds))
     if any(configs[arm.name].get("held_out") == "none" for arm in candidates):
         found.append(f"no outcome is measured, as held_out is none: {advice(study, 'held_out')}")
     found += [said for arm in candidates if (said := _unseen(arm, configs[arm.name]))]
     return [said for said in dict.fromkeys(found) if said]
+
+
+def lacking_seeds(seeds: Sequence[int]) -> str:
+    """Return that these are too few for the first look, and what to do; empty if they are not."""
+    if len(seeds) >= LOOKS[0]:
+        return ""
+    return (
+        f"it has {len(seeds)} of the {LOOKS[0]} seeds of the first look: `stability run` with "
+        f"--seeds {LOOKS[0]} trains more"
+    )
 
 
 def _unseen(arm: RecordedArm, config: Mapping[str, Any]) -> str:

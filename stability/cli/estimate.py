@@ -30,7 +30,10 @@ Cost: TypeAlias = "StudyCost | CommandCost"
 
 LONG_S = 600
 """Of a study that takes longer it is said what would shorten it."""
-_NOTHING_MISSING = "PASS    nothing that it needs is missing, as far as it is planned and tried"
+_NOTHING_MISSING = [
+    "PASS    nothing that it needs is missing, as far as it is planned and tried;",
+    "        whether its seeds are enough shows in the runs",
+]
 _NOT_COUNTED = "        W&B's offline files are not counted: `--wandb disabled` writes none"
 
 
@@ -77,12 +80,13 @@ def _of_configs(
     _tell(f"{config.name}: a few updates of each arm are timed in a temporary folder")
     from stability.study.assemble import quieten_lightning  # heavy: torch, Lightning
     from stability.study.cost_estimate import cost_of
-    from stability.study.run_study import may_pass, plan_study
+    from stability.study.run_study import may_pass, plan_study, too_few_seeds
 
     quieten_lightning()
     runs = plan_study(config, Path("runs"))
     cost = cost_of(runs, keep or config.keep, policy=config.policy, told=_tell)
-    said = [_NOTHING_MISSING] if may_pass(config, runs) else []
+    few = too_few_seeds(config, runs)
+    said = _NOTHING_MISSING if may_pass(config, runs) else _lines_of_gaps([few] if few else [], [])
     return {"study": config.name, **cost.to_dict()}, [*_lines(config, cost, load), *said]
 
 
@@ -182,11 +186,11 @@ def _lines_of_gaps(gaps: Sequence[str], unseen: Sequence[str]) -> list[str]:
 
 
 def _lines_of_no_gap(*, has_loss: bool) -> list[str]:
-    """Return the line that all is there that a PASS needs, where the trials have shown it.
+    """Return the lines that all is there that a PASS needs, where the trials have shown it.
 
     A script may evaluate, and yet nothing that is known to be held out: of that nothing is said.
     """
-    return [_NOTHING_MISSING] if has_loss else []
+    return _NOTHING_MISSING if has_loss else []
 
 
 def _time(study: Study, cost: Cost, load: float) -> list[str]:

@@ -212,12 +212,15 @@ def _may_evaluate(found: Mapping[str, Any]) -> bool:
 
 def _print_seen(found: Mapping[str, Any], notes: Sequence[str]) -> None:
     """Print what was seen of the training, after the `notes` that are not empty."""
-    from stability.recorder.held_out import NO_LOSS, NONE_SEEN  # heavy
+    from stability.recorder.held_out import NO_LOSS, NONE_SEEN, SEEN_ONCE  # heavy
 
-    trial = f"{NONE_SEEN} in {TRIAL} updates (later ones are found in the runs)"
+    trial = f"in {TRIAL} updates (later ones are found in the runs)"
     models = ", ".join(found["models"]) or "no module"
     print_line(f"after {TRIAL} updates: {len(found['names'])} weights of {models}")
-    for note in [*notes, *(note.replace(NONE_SEEN, trial) for note in found["notes"])]:
+    seen = list(found["notes"])
+    for few in (NONE_SEEN, SEEN_ONCE):
+        seen = [note.replace(few, f"{few} {trial}") for note in seen]
+    for note in [*notes, *seen]:
         if note:
             lacks = "; no PASS without it" if note.startswith(NO_LOSS) else ""
             print_line(f"  {note}{lacks}")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from stability.analysis.pair_contract import axis_of
-from stability.analysis.plan_gaps import plan_gaps
+from stability.analysis.plan_gaps import lacking_seeds, plan_gaps
 from stability.analysis.protocol_check import UNSEALED, changes_between, make_protocol
 from stability.analysis.study_records import read_study
 from stability.callbacks.study_observer import StudyObserver
@@ -78,6 +78,7 @@ __all__ = [
     "plan_study",
     "run_study",
     "sealed_under",
+    "too_few_seeds",
 ]
 
 
@@ -249,6 +250,8 @@ def run_study(
     for run, found in damaged:
         reopen(run, found, observer)
     runs = [replace(run, protocol=sealed) for run in runs]
+    if few := too_few_seeds(study, runs):
+        observer.study_noted(f"no PASS as it stands: {few}")
     settle = _settling(runs, study.keep, observer)
     if elsewhere is not None:
         elsewhere(runs, observer)
@@ -258,6 +261,12 @@ def run_study(
         _train_in_turn(runs, options, observer, settle)
     finish_study(study, runs, observer, isolated=isolated)
     return runs
+
+
+def too_few_seeds(study: StudyConfig, runs: list[Run]) -> str:
+    """Return that no look will be made, where an arm is broken on purpose for one; mostly empty."""
+    is_judged = any(run.arm.role == "broken" for run in runs)
+    return lacking_seeds(study.seeds) if is_judged else ""
 
 
 def _check_records(runs: list[Run]) -> list[tuple[Run, list[str]]]:

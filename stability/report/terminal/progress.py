@@ -37,6 +37,7 @@ class _Bar:
     """A run's bar, and the last loss that was told."""
 
     task: TaskID
+    steps: int
     loss: float | None = None
 
 
@@ -118,6 +119,10 @@ class StudyDisplay:
         self._numbers: dict[str, int] = {}
         """By which each long note is known again."""
         self._runs: dict[tuple[str, int], _Bar] = {}
+        self._kept: list[tuple[str, str]] = []
+        """State and name of the runs that were trained before, and of which nothing is said yet."""
+        self._longest = 0
+        """The most updates of a run."""
         self._assay: _Assay | None = None
 
     def __enter__(self) -> Self:
@@ -131,13 +136,16 @@ class StudyDisplay:
         trace: TracebackType | None,
     ) -> None:
         self._remove_assay()
+        self._say_what_is_kept()
         self._say_whose_notes_hold()
         self._progress.stop()
 
     def run_started(self, index: int, total: int, arm: str, seed: int, steps: int) -> None:
         """Show that run `index` of `total` (from 1) is training."""
+        self._say_what_is_kept()
         bar = self._progress.add_task(readable(f"{arm}, seed {seed}"), total=steps, note="loss -")
-        self._runs[arm, seed] = _Bar(bar)
+        self._runs[arm, seed] = _Bar(bar, steps)
+        self._longest = max(self._longest, steps)
         is_first = not self._time_left.has_begun
         self._time_left.run_started((arm, seed), steps, time.monotonic())
         if is_first:
@@ -228,15 +236,33 @@ class StudyDisplay:
         self._progress.update(self._study, completed=self._time_left.done)
         if self._time_left.done == self._total:
             self._progress.update(self._study, note="runs, measuring")
-        note = "already trained, kept" if message == "kept" else as_markup(message)
-        if message != "kept" and run is not None and bar is not None:
+        if message == "kept":
+            self._kept.append((state, f"{arm}, seed {seed}"))
+            return
+        note = as_markup(message)
+        if run is not None and bar is not None:
             self._progress.remove_task(bar.task)
             if state == "finished":
-                note = f"{now - run.started:5.1f} s   {_loss(bar.loss)}"
+                # beside others' losses, which are of later updates
+                at = f", step {bar.steps}" if bar.steps < self._longest else ""
+                note = f"{now - run.started:5.1f} s   {_loss(bar.loss)}{at}"
                 if self._progress.disable:
                     note += f"   {_left(self._time_left.of_study(now))}"
-        colour = {"finished": FINE, "failed": BAD}.get(state, OPEN)
-        name = as_markup(f"{f'{arm}, seed {seed}':<{NAME_WIDTH}}")
+        self._say_what_is_kept()
+        self._say_end(state, f"{arm}, seed {seed}", note)
+
+    def _say_what_is_kept(self) -> None:
+        """Say which runs were trained before: of many how many they are."""
+        kept, self._kept = self._kept, []
+        if len(kept) > _NAMED:
+            self._say_end("kept", f"{len(kept)} runs", "already trained")
+            return
+        for state, name in kept:
+            self._say_end(state, name, "already trained, kept")
+
+    def _say_end(self, state: str, name: str, note: str) -> None:
+        colour = {"finished": FINE, "kept": FINE, "failed": BAD}.get(state, OPEN)
+        name = as_markup(f"{name:<{NAME_WIDTH}}")
         self._progress.console.print(f"[{colour}]{state:>9}[/]  {name}   {note}", highlight=False)
 
     def _left(self, task: Task) -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stability.cli.init import _may_evaluate, _print_next
-from stability.recorder.held_out import NONE_SEEN
+from stability.cli.init import _may_evaluate, _print_next, _print_seen
+from stability.recorder.held_out import NO_LOSS, NONE_SEEN, SEEN_ONCE
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,14 @@ def test_what_is_this_packages_own_kernel_is_said_of_that_alone(
 )
 def test_more_evaluations_may_come_where_too_few_were_seen(note: str, *, may: bool) -> None:
     assert _may_evaluate({"notes": ["the attention is swapped", note]}) == may
+
+
+@pytest.mark.parametrize("few", [NONE_SEEN, SEEN_ONCE])
+def test_what_was_evaluated_is_said_of_the_trial_alone(
+    few: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that evaluates three times was told that it does so once."""
+    found = {"models": ["GPT"], "names": ["weight"], "notes": [f"{NO_LOSS}{few}, so name it"]}
+    _print_seen(found, [])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{few} in 2 updates (later ones are found in the runs), so name it; no PASS" in said

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,8 +175,30 @@ def test_that_nothing_is_missing_for_a_pass_is_said_where_that_is_so(
     monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
     assert main(["estimate", str(write_study(edit))]) == 0
     said = capsys.readouterr().out.splitlines()
-    line = "PASS    nothing that it needs is missing, as far as it is planned and tried"
+    line = "PASS    nothing that it needs is missing, as far as it is planned and tried;"
     assert [x for x in said if "PASS" in x] == [line] * is_whole
+    assert ("        whether its seeds are enough shows in the runs" in said) == is_whole
+
+
+def test_too_few_seeds_for_a_look_are_told_ahead(write_study, capsys, monkeypatch):
+    """An estimate of two seeds said nothing, and so did the run, until all were trained."""
+
+    def edit(content):
+        content.update(yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text()))
+        content["seeds"] = [0, 1]
+
+    monkeypatch.setattr(cost_estimate, "cost_of", lambda *_, **__: _cost(60.0))
+    path = write_study(edit)
+    assert main(["estimate", str(path)]) == 0
+    few = "it has 2 of the 3 seeds of the first look: `stability run` with --seeds 3 trains more"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith(f"PASS none, as the study is planned: - {few}")
+    study = load_study(path)
+    runs = run_study.plan_study(study, Path("runs"))
+    assert run_study.too_few_seeds(study, runs) == few
+    assert run_study.too_few_seeds(replace(study, seeds=(0, 1, 2)), runs) == ""
+    others = [run for run in runs if run.arm.role != "broken"]
+    assert run_study.too_few_seeds(study, others) == "", "it can't pass anyway"
 
 
 def test_what_takes_how_long_is_said_in_parts(write_study, capsys, monkeypatch):

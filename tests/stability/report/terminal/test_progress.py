@@ -109,6 +109,36 @@ def test_a_run_that_ends_early_counts_by_its_updates(clock):
     ], "a second an update, whichever run it is of, and the report"
 
 
+def test_a_loss_of_an_earlier_step_than_others_says_so(clock):
+    """A rerun that ended half way stood there with a worse loss, as if it were broken."""
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
+    with StudyDisplay(console, 2) as display:
+        for number, (arm, steps) in enumerate([("baseline", 40), ("rerun", 20)], start=1):
+            display.run_started(number, 2, arm, 0, steps)
+            display.run_advanced(arm, 0, steps, 2.0)
+            display.run_ended(arm, 0, "finished", "")
+    baseline, rerun = [line for line in file.getvalue().splitlines() if "finished" in line]
+    assert "loss 2.000   left" in baseline
+    assert "loss 2.000, step 20   left" in rerun
+
+
+@pytest.mark.parametrize("kept", [3, 4])
+def test_many_runs_that_were_trained_before_take_one_line(clock, kept):
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=False, color_system=None, _environ={})
+    with StudyDisplay(console, kept + 1) as display:
+        for seed in range(kept):
+            display.run_ended("baseline", seed, "finished", "kept")
+        display.run_started(kept + 1, kept + 1, "fa2", 0, 10)
+    before, _, _ = file.getvalue().partition("training")
+    lines = [" ".join(line.split()) for line in before.splitlines() if line.strip()]
+    if kept == 4:
+        assert lines == ["kept 4 runs already trained"]
+    else:
+        assert lines == [f"finished baseline, seed {n} already trained, kept" for n in range(3)]
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """What the display takes for the time, in seconds."""
