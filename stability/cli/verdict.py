@@ -20,7 +20,7 @@ from stability.cli.output import (
 from stability.config.convert import nearest
 from stability.records.bundle import SUFFIXES, is_bundle
 from stability.records.object_store import at_hand, is_url, shown_url
-from stability.records.paths import check_exists
+from stability.records.paths import StudyPaths, check_exists
 from stability.records.study_file import studies_near
 
 if TYPE_CHECKING:
@@ -188,11 +188,24 @@ def verify(first: str, second: Path | None = None, all: bool = False, json: bool
                 f"verify: first must be the folder of a study or a run, or what `stability export` "
                 f"writes, which ends in {' or '.join(SUFFIXES)}, got the file {str(path)!r}{near}"
             )
+        if second is None and (bundle := _bundle_in(path)):
+            raise ValueError(
+                f"verify: first must be a study, got the folder {str(path)!r}, in which lie what "
+                f"`stability export` writes: name one, as {bundle}"
+            )
         if second is None and is_bundle(path):
             return _verify_bundle(path, every_drift=all, json=json)
         if second is None:
             return _verify_study(path, every_drift=all, json=json)
         return _verify_runs(path, second, every_drift=all, json=json)
+
+
+def _bundle_in(path: Path) -> str:
+    """Return a bundle that lies in a folder which is no study's itself; empty if none does."""
+    if StudyPaths(path).study.exists():
+        return ""
+    found = sorted(each for suffix in SUFFIXES for each in path.glob(f"*{suffix}"))
+    return str(found[0]) if found else ""
 
 
 def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) -> int:

@@ -321,3 +321,11 @@ def test_where_the_disk_has_no_links_files_are_copied(study, monkeypatch, capsys
     assert code_of("export", study) == 0
     monkeypatch.undo()
     assert code_of("verify", study.parent / "tiny.bundle.tar.gz") == 0
+
+
+def test_a_folder_of_bundles_is_told_apart_from_a_study(tmp_path, capsys):
+    """Verified where it was exported to, `verify .` said that a file of a study is missing."""
+    (tmp_path / "tiny.bundle.tar.gz").write_bytes(b"")
+    assert code_of("verify", tmp_path) == 2
+    said = capsys.readouterr().err
+    assert f"name one, as {tmp_path / 'tiny.bundle.tar.gz'}" in " ".join(said.split())
