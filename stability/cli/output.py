@@ -28,8 +28,8 @@ __all__ = [
 HOLDS, FAILS, WRONG, UNDECIDED, EXPLORATORY, INTERRUPTED, UNREAD = 0, 1, 2, 3, 4, 130, 141
 
 EXIT_CODES = {
-    HOLDS: "done, and what was checked holds; `run` trains, whatever the answer, and `verdict` has "
-    "the answer's code",
+    HOLDS: "done, and what was checked holds (`run` has trained, whatever its answer: that is in "
+    "the code of `verdict`)",
     FAILS: "a run failed, or what was checked does not hold",
     WRONG: "wrong input, or it can't be judged",
     UNDECIDED: "undecided: INCONCLUSIVE, NO ASSAY, a layer that was not seen, or a control of an "
