@@ -207,15 +207,18 @@ def _print(report: "CheckReport") -> None:
 
 def _say_what_figures_are(report: "CheckReport", say: Callable[[str], None]) -> None:
     """Print a legend of the table: its columns, its limits, and ratios above 2 that pass."""
-    from attention_kernels.testing.limits import MAX_ROW  # heavy: torch
+    from attention_kernels.testing.limits import MAX_ROW, SURE  # heavy: torch
 
     rows = ", ".join(f"{MAX_ROW[dtype]:g} in {dtype}" for dtype in report.dtypes)
     say(
-        "Each figure is the largest of any single head in any cell, and its scatter is not shown: "
-        "one above a limit need not fail, since only what is surely beyond its limit does. Limits: "
-        f"an error ratio to plain attention of 2 (or what rounding alone costs), of {rows} in the "
-        "worst single row (of dk and dv the worst key), a gain of 0.1 %, a bias of 0.05 ULP. The "
-        "angle, in radians, is that between a result and the right one; it has no limit."
+        "Each figure but the bias is the largest of any single head in any cell. The bias is what "
+        "is judged, the mean over all draws of N(0, 1), of the head that is nearest its limit, in "
+        "units of the dtype. After +- stands one standard error: only what is surely beyond its "
+        f"limit fails, an error ratio or a gain by {SURE:g} of them, a bias by 5 or, of few draws, "
+        "more. Limits: an error ratio to plain attention (or to what rounding alone costs) of 2, "
+        f"of {rows} in the worst single row (of dk and dv the worst key), a gain of 0.1 %, a bias "
+        f"of 0.05 ULP{_wider_biases(report)}. The angle, in radians, is that between a result and "
+        "the right one; it has no limit."
     )
     above = {row["result"] for row in report.statistics if max(row["error_ratio"]) > 2}
     if "lse" in above and not any(finding.noun == "lse" for finding in report.findings):
@@ -231,6 +234,18 @@ def _say_what_figures_are(report: "CheckReport", say: Callable[[str], None]) -> 
             "wider limit stands in the answer; then max_error_ratio: 4.0 in the policy of a study "
             "of another name."
         )
+
+
+def _wider_biases(report: "CheckReport") -> str:
+    """Return the limits above the usual one, where plain attention has a bias itself."""
+    from attention_kernels.testing.limits import MAX_BIAS  # heavy: torch
+
+    wider = [
+        f"{row['limit']:.2f} of {row['result']} in {row['dtype']}"
+        for row in report.biases
+        if row["limit"] > 1.1 * MAX_BIAS
+    ]
+    return f" (twice plain attention's own where that is more: {', '.join(wider)})" if wider else ""
 
 
 def _table(report: "CheckReport") -> "Table":
@@ -289,7 +304,7 @@ def _explained(report: "CheckReport") -> list[str]:
 
 
 def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:
-    """Return the largest of each statistic over cells and heads, as text."""
+    """Return the largest of each statistic over cells and heads, and the bias judged, as text."""
     rows = [r for r in report.statistics if r["dtype"] == dtype and r["result"] == result]
     if not rows:
         return []
@@ -298,10 +313,12 @@ def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:
     def largest(name: str) -> float:
         return max((value for row in usual for value in row[name]), key=abs)
 
+    ratios = [x for r in rows for x in zip(r["error_ratio"], r["error_ratio_error"], strict=True)]
+    biases = [x for x in report.biases if (x["dtype"], x["result"]) == (dtype, result)]
     return [
-        f"{max(max(row['error_ratio']) for row in rows):.2f}",
+        "+-".join(f"{x:.2f}" if x < 1000 else f"{x:.1e}" for x in max(ratios)),
         f"{max(row['worst_row'] for row in rows):.1f}",
         f"{largest('gain'):+.1e}",
-        f"{largest('bias_ulp'):+.3f}",
+        "{value:+.3f}+-{error:.3f}".format(**biases[0]) if biases else "-",
         f"{largest('angle'):.1e}",
     ]

@@ -40,7 +40,7 @@ from attention_kernels.testing.dropped_weights import dropout_findings
 from attention_kernels.testing.formula import RESULTS
 from attention_kernels.testing.laws import Inputs
 from attention_kernels.testing.layout import layout_sentence
-from attention_kernels.testing.limits import LOOK_ROWS, Excess, excesses
+from attention_kernels.testing.limits import LOOK_ROWS, Excess, biases_as_judged, excesses
 from attention_kernels.testing.measured import Measured, measure
 from attention_kernels.testing.refusals import UnsupportedError
 from attention_kernels.testing.sentences import (
@@ -99,6 +99,9 @@ class CheckReport:
     """What autocast changes in one call in BF16, as a sentence, or nothing."""
     statistics: list[dict[str, Any]] = field(default_factory=list)
     """A row for each dtype, cell and result."""
+    biases: list[dict[str, Any]] = field(default_factory=list)
+    """A row for each dtype and result: the bias over all draws, which is what is judged, in ULPs
+    of the dtype, its standard error, and its limit."""
 
     @property
     def passed(self) -> bool:
@@ -144,6 +147,7 @@ class CheckReport:
             "plain_refused": list(self.plain_refused),
             "not_looked_at": list(self.not_looked_at),
             "autocast": self.autocast,
+            "biases": self.biases,
             "statistics": self.statistics,
         }
 
@@ -216,6 +220,16 @@ def _look_at_all(
             in_bf16 = seen.calls
         findings += _of_further_calls(attention, signature, format, report)
         report.statistics += [_row(format, one) for one in seen.measured]
+        report.biases += [
+            {
+                "dtype": format,
+                "result": result,
+                "value": mean.value,
+                "error": mean.error,
+                "limit": x,
+            }
+            for result, (mean, x) in biases_as_judged(seen.measured, format).items()
+        ]
     report.findings = _merged(findings)
     # last of all: what these do to a GPU, no other call is to answer for
     report.autocast = autocast_sentence(attention, signature, in_bf16, report.device)
@@ -432,13 +446,14 @@ def _row(format: str, measured: Measured) -> dict[str, Any]:
     judged = measured.squared_errors.shape[-1] >= LOOK_ROWS
     log, error = measured.log_ratio()
     ranges, _ = measured.log_ratio_of_ranges()
+    largest = log.argmax(0, keepdim=True)  # of each head the batch entry that errs most
     return {
         "dtype": format,
         "law": measured.where.cell.law,
         "cell": str(measured.where.cell),
         "result": measured.result,
         "error_ratio": log.exp().amax(0).tolist(),
-        "error_ratio_error": (log.exp() * error).amax(0).tolist(),
+        "error_ratio_error": (log.exp() * error).gather(0, largest)[0].tolist(),
         "error_ratio_by_range": ranges.exp().tolist(),
         "worst_row": measured.row_ratio().max().item(),
         "gain": measured.gains.mean(0).tolist() if judged else [],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention_kernels.testing.measured import RANGE, Measured
-from attention_kernels.testing.statistics import Estimate, over_looks
+from attention_kernels.testing.statistics import Estimate, over_looks, t_quantile
 
 __all__ = [
     "CHANCE",
@@ -28,7 +28,9 @@ __all__ = [
     "MAX_GAIN",
     "MAX_RATIO",
     "MAX_ROW",
+    "SURE",
     "Excess",
+    "biases_as_judged",
     "excesses",
     "excesses_in_a_cell",
     "excesses_over_draws",
@@ -185,6 +187,26 @@ def excesses_over_draws(measured: Sequence[Measured], format: str) -> list[Exces
         if beyond:
             found.setdefault((one.statistic, one.result, one.law), []).append((one, mean, limit))
     return [_joined(cases, measured) for cases in found.values()]
+
+
+def biases_as_judged(
+    measured: Sequence[Measured], format: str
+) -> dict[str, tuple[Estimate, float]]:
+    """Return each result's bias over the draws of N(0, 1), and its limit, as they are judged.
+
+    Of the head, or the mean of all, that is nearest to failing. A single cell's own bias, which is
+    not judged, scatters by more than an ULP in FP32, where sums err by several.
+    """
+    series = [one for one in _all_series(measured, format) if len(one.values) > 3]
+    nearest: dict[str, tuple[float, Estimate, float]] = {}
+    for one in series:
+        if one.statistic != "bias" or one.law != "normal":
+            continue
+        mean, limit, _ = one.judged(CHANCE / len(series))
+        least = abs(mean.value) - t_quantile(CHANCE / len(series), mean.looks - 1) * mean.error
+        if one.result not in nearest or least / limit > nearest[one.result][0]:
+            nearest[one.result] = least / limit, mean, limit
+    return {result: (mean, limit) for result, (_, mean, limit) in nearest.items()}
 
 
 def _joined(cases: list[tuple[_Series, Estimate, float]], measured: Sequence[Measured]) -> Excess:

@@ -1,13 +1,16 @@
 """A check passes what is right, fails what is wrong, and says what is wrong with it."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attention_kernels.testing import Shape, check_attention, plant
-from attention_kernels.testing.cells import DTYPES
+from attention_kernels.testing.cells import DTYPES, reference
+from attention_kernels.testing.check import _row
 from attention_kernels.testing.laws import draw
+from attention_kernels.testing.measured import measure
 from tests.kernels.testing.checked import EMPTY_ROWS, FEW, PLAIN, UNEQUAL, golden, plain, quick
 
 
@@ -144,3 +147,33 @@ def test_given_inputs_are_checked_too():
     report = quick(plain, cells=[], given=given)
     assert report.passed
     assert {row["law"] for row in report.statistics} == {"given inputs"}
+
+
+def test_the_bias_of_a_result_is_the_judged_one_and_not_a_single_cells():
+    report = quick(plain, "fp32", FEW)
+    assert report.passed
+    biases = {row["result"]: row for row in report.to_dict()["biases"]}
+    assert [*biases] == ["out", "dq", "dk", "dv"], "the LSE's is not judged"
+    for name, row in biases.items():
+        # below 4 standard errors whatever plain attention's own: nothing is surely there
+        assert abs(row["value"]) < row["limit"] + 4 * row["error"], name
+        single = max(
+            abs(x) for y in report.statistics if y["result"] == name for x in y["bias_ulp"]
+        )
+        assert abs(row["value"]) <= single + 1e-12, name
+
+    biased = quick(plant(plain, "bias_tenth_ulp"), "bf16", FEW)
+    (row,) = (x for x in biased.biases if x["result"] == "out")
+    assert row["value"] == pytest.approx(0.1, abs=4 * row["error"])
+    assert row["error"] < 0.02
+
+
+def test_the_scatter_of_an_error_ratio_is_of_the_batch_entry_that_errs_most():
+    where = reference(FEW[0], torch.float32)
+    one = measure(where, "out", where.baseline["out"])
+    errors = 100 * torch.ones_like(one.squared_errors)
+    errors[0] = 0.0
+    errors[0, :, 3] = 1.0  # in a single row: far less, and all of it scatter
+    row = _row("fp32", replace(one, squared_errors=errors, squared_noise=torch.ones_like(errors)))
+    assert row["error_ratio"] == pytest.approx([10.0, 10.0])
+    assert max(row["error_ratio_error"]) < 1.0

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from attention_kernels.testing.cells import QUICK, not_looked_at
+from attention_kernels.testing.cells import DTYPES, QUICK, not_looked_at
 from attention_kernels.testing.check import CheckReport, Finding
 from stability.cli.check import _print
 from stability.cli.main import main
@@ -173,22 +173,37 @@ def _passed_with(ratio, result="dq"):
         "cell": "one",
         "result": result,
         "error_ratio": [1.0, ratio],
+        "error_ratio_error": [0.125, 0.5],
         "worst_row": 3.0,
         "gain": [0.0],
-        "bias_ulp": [0.114],
+        "bias_ulp": [1.114],
         "angle": [0.0],
     }
     return CheckReport(name="mine", dtypes=("bf16",), cells=1, statistics=[row])
 
 
-def test_a_figure_above_a_limit_is_said_to_be_of_one_head_and_maybe_no_failure(capsys):
+def test_beside_a_figure_stands_its_scatter_and_below_it_how_much_of_it_fails(capsys):
+    report = _passed_with(3.62)
+    judged = {"dtype": "bf16", "result": "dq", "value": 0.031, "error": 0.02, "limit": 0.05}
+    report.biases = [judged]
+    _print(report)
+    said = capsys.readouterr().out
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("bf16 "))
+    assert (row[2], row[5]) == ("3.62+-0.50", "+0.031+-0.020"), "not the 1.114 of a single cell"
+    assert (
+        "After +- stands one standard error: only what is surely beyond its limit fails, an error "
+        "ratio or a gain by 5 of them"
+    ) in said
+    assert "a bias of 0.05 ULP. The angle" in said
+    report.biases = [judged | {"limit": 0.13}]
+    _print(report)
+    said = capsys.readouterr().out
+    assert "0.05 ULP (twice plain attention's own where that is more: 0.13 of dq in bf16)" in said
+
+
+def test_a_ratio_above_2_is_told_to_say_little_of_a_study(capsys):
     _print(_passed_with(3.62))
     said = capsys.readouterr().out
-    assert "+0.114" in said
-    assert (
-        "Each figure is the largest of any single head in any cell, and its scatter is not shown: "
-        "one above a limit need not fail, since only what is surely beyond its limit does."
-    ) in said
     assert "on a mean over the study's own inputs, which may be smaller or larger." in said
     _print(_passed_with(1.5))
     assert "smaller or larger" not in capsys.readouterr().out
@@ -205,12 +220,11 @@ def test_the_help_says_how_a_kernel_refuses_what_it_does_not_support(capsys):
 def test_in_a_terminal_it_fits_and_no_word_or_figure_is_cut(monkeypatch):
     name = "my_own_kernels.of_the_second_kind:attend_by_tiles_with_a_name_that_is_long"
     why = f"{name} takes{' rows-of-a-mask-mod-or-of-two-thousand-keys' * 6} and a head_dim of 64"
-    figures = {"error_ratio": [1.25], "worst_row": 9.5, "gain": [1e-3], "bias_ulp": [-2079.267]}
-    rows = [
-        {"dtype": dtype, "result": result, "law": "normal", "angle": [1.1e-2], **figures}
-        for dtype in ("bf16", "fp16", "fp32")
-        for result in ("out", "lse", "dq", "dk", "dv")
-    ]
+    figures = {"error_ratio": [1185.69], "error_ratio_error": [838.4], "worst_row": 1484.7}
+    figures |= {"gain": [1e-3], "bias_ulp": [-2079.267], "angle": [1.1e-2]}
+    of = [(dtype, x) for dtype in DTYPES for x in ("out", "lse", "dq", "dk", "dv")]
+    rows = [{"dtype": dtype, "result": x, "law": "normal", **figures} for dtype, x in of]
+    bias = {"value": -2079.267, "error": 113.5, "limit": 0.05}
     report = CheckReport(
         name=name,
         dtypes=("bf16", "fp16", "fp32"),
@@ -218,6 +232,7 @@ def test_in_a_terminal_it_fits_and_no_word_or_figure_is_cut(monkeypatch):
         findings=(Finding(what="gain", noun="out", sentence=why, dtypes=("bf16", "fp16")),),
         unsupported={why: ["one"]},
         statistics=rows,
+        biases=[{"dtype": dtype, "result": x, **bias} for dtype, x in of if x != "lse"],
     )
     terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "80")
@@ -227,8 +242,10 @@ def test_in_a_terminal_it_fits_and_no_word_or_figure_is_cut(monkeypatch):
     assert max(map(len, lines)) <= 80
     assert len(lines) > 20
     assert not any(line.endswith("-") for line in lines), "a name is broken at its hyphen"
-    shown = ["1.25", "9.5", "+1.0e-03", "-2079.267", "1.1e-02"]
-    assert [line.split()[-5:] for line in lines if line.startswith("fp16 ")] == [shown] * 5
+    shown = ["1.2e+03+-838.40", "1484.7", "+1.0e-03", "-2079.267+-113.500", "1.1e-02"]
+    unjudged = [*shown[:3], "-", shown[4]]
+    found = [line.split()[-5:] for line in lines if line.startswith("fp16 ")]
+    assert found == [shown, unjudged, *[shown] * 3]
 
 
 @pytest.mark.slow
