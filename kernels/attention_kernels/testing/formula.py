@@ -56,8 +56,8 @@ class Formula:
     """The scale with which the backward computes scores again."""
     backward_visible: Tensor | None = None
     """The mask that the backward computes them with."""
-    delta: float = 1.0
-    """The factor on delta."""
+    delta: float | Tensor = 1.0
+    """The factor on delta, or for each key its own, `(K,)`."""
     source: Tensor | None = None
     """The key whose k and v are read in place of each, `(K,)`."""
     sources: tuple[str, ...] = ("k", "v")

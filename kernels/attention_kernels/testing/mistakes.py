@@ -18,6 +18,7 @@ from attention_kernels.formats import FORMATS, input_format
 from attention_kernels.testing.cells import Reference
 from attention_kernels.testing.formula import RESULTS, Formula, Intermediates
 from attention_kernels.testing.golden_faults import spacing
+from attention_kernels.testing.missed_keys import missed_keys
 from attention_kernels.testing.unwritten import TILES, zeros_of_unwritten_rows
 
 __all__ = ["Mistake", "mistakes"]
@@ -235,7 +236,7 @@ def _keys(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
     """Keys that are missed, counted twice, padded or read from another place."""
     keys = where.cell.shape.key_len
     index = torch.arange(keys)
-    for words, (kind, dropped) in _missed(index).items():
+    for words, (kind, dropped) in missed_keys(index, whole).items():
         if dropped.any() and (whole or not dropped.all()):
             hidden = formula.visible & ~dropped
             yield _all_or_nothing("key", words, formula, visible=hidden, kind=kind)
@@ -257,36 +258,6 @@ def _keys(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
             words = f"the tail's {-keys % tile} keys of padding to a tile of {tile} are not masked"
             kind = f"padding to a tile of {tile}"
             yield _all_or_nothing("tail", words, formula, padding=-keys % tile, kind=kind)
-
-
-def _missed(index: Tensor) -> dict[str, tuple[str, Tensor]]:
-    """Return the kind of each miss and the keys that are missed, by the words for them."""
-    keys = len(index)
-    missed = {
-        "the last key is missed": index == keys - 1,
-        "the first key is missed": index == 0,
-    }
-    listed: dict[str, tuple[str, Tensor]] = {}
-    for tile in TILES:
-        last, first = range(tile - 1, keys, tile), range(0, keys, tile)
-        missed[f"the tail, the last tile of {tile} keys that is not full, is missed"] = (
-            index >= keys // tile * tile
-        )
-        for kind, which, members in (
-            (f"the last key of each tile of {tile}", last, index % tile == tile - 1),
-            (f"the first key of each tile of {tile}", first, index % tile == 0),
-        ):
-            listed[f"{_listed(which)} missed: {kind}"] = kind, members
-        missed[f"the first tile of {tile} keys is missed"] = index < tile
-    for limit in (128, 256, 512, 1000, 1024):
-        missed[f"keys from {limit} on are missed: long rows"] = index >= limit
-    return {words: (words, members) for words, members in missed.items()} | listed
-
-
-def _listed(keys: range) -> str:
-    if len(keys) == 1:
-        return f"key {keys[0]} is"
-    return f"keys {', '.join(map(str, keys[:3]))}{', ...' if len(keys) > 3 else ''} are"
 
 
 def _stale(keys: int, formula: Formula) -> Iterator[Mistake]:
@@ -460,6 +431,11 @@ def _sums(where: Reference, formula: Formula, whole: bool) -> Iterator[Mistake]:
         if last_Q1.any():
             yield _all_or_nothing("dq", words, formula, dq_keys=keys >= last_Q1)
     yield _all_or_nothing("delta", "delta = rowsum(dO * O) is missing, it is 0", formula, delta=0.0)
+    for tile in TILES:
+        has = keys < (len(keys) - 1) // tile * tile
+        if whole or has.any():
+            words = f"delta = rowsum(dO * O) is missing, it is 0, in the last tile of {tile} keys"
+            yield _all_or_nothing("delta", words, formula, delta=has.double())
 
 
 def _strides(where: Reference, formula: Formula) -> Iterator[Mistake]:

@@ -16,6 +16,12 @@ FEW_LAWS = [x for x in QUICK if x.law in ("normal", "outliers") and x.shape.quer
 WITH_EMPTY = [FEW[1], Cell(law="normal", shape=Shape(2, 2, 2, 70, 40, 32), causal=True)]
 
 
+SINGLE = [
+    Cell(law="normal", shape=Shape(2, 2, 2, length, length, 32), causal=False)
+    for length in (64, 70)
+]
+
+
 GROUPED = Cell(law="normal", shape=Shape(2, 4, 2, 65, 65, 32), causal=True)
 
 
@@ -46,6 +52,37 @@ def without_last_key(q, k, v, *, causal, scale=None, every=0):
     every = every or k.shape[2]
     hidden = torch.arange(k.shape[2]) % every == every - 1
     return scores.masked_fill(hidden, -torch.inf).float().softmax(-1).nan_to_num(0).to(q.dtype) @ v
+
+
+def without_last_keys(q, k, v, *, causal, scale=None):
+    """Attention that misses the last key of each tile of 32 keys, also of one that is not full."""
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    keys = torch.arange(k.shape[2])
+    hidden = (keys % 32 == 31) | (keys == len(keys) - 1)
+    return scores.masked_fill(hidden, -torch.inf).float().softmax(-1).to(q.dtype) @ v
+
+
+class _NoDelta(torch.autograd.Function):
+    """Attention, causal where asked, whose backward has no delta in the last tile of 32 keys."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale):
+        out, lse = baseline_attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.causal, ctx.scale = causal, q.shape[-1] ** -0.5 if scale is None else scale
+        return out
+
+    @staticmethod
+    def backward(ctx, *douts):
+        q, k, v, out, lse, dout = (x.float() for x in (*ctx.saved_tensors, *douts))
+        hidden = torch.ones(q.shape[2], k.shape[2]).triu(1 + k.shape[2] - q.shape[2]).bool()
+        scores = (ctx.scale * q @ k.mT).masked_fill(hidden & ctx.causal, -torch.inf)
+        p = (scores - lse.unsqueeze(-1)).exp()
+        keys = torch.arange(k.shape[2])
+        delta = (dout * out).sum(-1, keepdim=True) * (keys < (len(keys) - 1) // 32 * 32)
+        ds = ctx.scale * p * (dout @ v.mT - delta)
+        dtype = ctx.saved_tensors[0].dtype
+        return *(x.to(dtype) for x in (ds @ k, ds.mT @ q, p.mT @ dout)), None, None
 
 
 def told(report, follows):
@@ -277,3 +314,24 @@ def test_the_lse_of_a_row_without_keys_is_minus_infinity_and_no_number(empty, pa
     report = quick(attention, cells=WITH_EMPTY)
     assert report.passed == passes, report.sentence
     assert passes or "lse" in report.sentence
+
+
+def test_a_delta_that_is_missing_in_the_last_tile_alone_is_named():
+    def without_delta(q, k, v, *, causal, scale=None):
+        return _NoDelta.apply(q, k, v, causal, scale)
+
+    report = quick(without_delta, cells=SINGLE)
+    said = "delta = rowsum(dO * O) is missing, it is 0, in the last tile of 32 keys, in every head"
+    assert report.findings[0].sentence.startswith(said), report.sentence
+    assert not told(report, False)
+
+
+def test_the_last_key_of_each_tile_and_of_the_tail_is_not_the_last_key_alone():
+    report = quick(without_last_keys, cells=SINGLE)
+    said = "are missed: the last key of each tile of 32, of the tail too, in every head"
+    assert said in report.sentence, report.sentence
+    assert "the last key is missed" not in report.sentence
+    assert not told(report, False)
+    alone = quick(without_last_key, cells=SINGLE)
+    assert "the last key is missed, in every head (seen in" in alone.sentence
+    assert "of the tail too" not in alone.sentence
