@@ -13,7 +13,7 @@ BLOCK = 32
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None) -> Tensor:
-    """Return attention, shaped and typed as q; heads of q may share one of k and v (GQA)."""
+    """Return attention, typed as q, of v's head_dim; heads of q may share one of k and v (GQA)."""
     # what computes inside a fused kernel is no autocast's affair, so it is none of these products'
     with torch.autocast(q.device.type, enabled=False):
         return _attend(q, k, v, causal, scale, skips_tail_in=None)
@@ -47,7 +47,7 @@ def _attend(
     rows = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + k.shape[2] - q.shape[2]
     largest = torch.full((*q.shape[:3], 1), -torch.inf, dtype=wide, device=q.device)
     total = torch.zeros_like(largest)
-    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=wide, device=q.device)
     scaled = q.to(wide) * (scale or 1 / math.sqrt(q.shape[-1]))
     for start in range(0, k.shape[2], BLOCK):
         keys = torch.arange(start, min(start + BLOCK, k.shape[2]), device=q.device)

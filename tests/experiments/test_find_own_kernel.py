@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention_kernels.testing import check_attention
-from attention_kernels.testing.cells import QUICK
+from attention_kernels.testing.cells import FULL, QUICK
 from stability import shadow
 from tests.stability.intercept.torch_models import Decoder, train_step
 
@@ -47,6 +47,16 @@ def test_the_right_kernel_passes_the_check_where_its_backward_is_hard(monkeypatc
     report = check_attention(own_kernel.attend, dtypes=["fp32"], cells=hard)
     assert report.passed, report.sentence
     assert not report.unsupported
+
+
+def test_it_takes_a_head_dim_of_v_that_is_not_that_of_q_as_the_full_check_asks(monkeypatch):
+    monkeypatch.syspath_prepend(PACKAGE)
+    import own_kernel
+
+    cells = [cell for cell in FULL if cell.shape.value_dim is not None]
+    report = check_attention(own_kernel.attend, dtypes=["bf16"], cells=cells)
+    assert report.passed, report.sentence
+    assert report.cells == len(cells)
 
 
 def test_autocast_changes_no_bit_of_it(monkeypatch):
