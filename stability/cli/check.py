@@ -54,7 +54,7 @@ def check(
             that sees none is 0; what it does not support it may refuse by NotImplementedError
         dtype: bf16, fp16 and fp32, or some of them with commas
         quick: fewer cells; the template's kernel takes 10 s on two idle cores, 4 s in bf16 alone;
-            all cells take minutes
+            all cells take two to three times as long, so minutes for a slow kernel alone
         fault: a planted fault, e.g. dk_gain, to see that it is found
         device: where it is called: cpu, cuda, or auto, a GPU where there is one
         layer: the layer of --from; the first, 0, if not given

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -373,6 +374,17 @@ def test_a_kernel_that_is_not_there_is_told_before_a_run_is_trained_anew(
     assert "rihgt" in capsys.readouterr().err
     with pytest.raises(AssertionError, match="is trained anew"):
         main(["check", "my_kernels_for_check:right", *words])
+
+
+def test_the_help_and_the_tutorial_say_how_long_the_full_check_takes(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["check", "--help"])
+    tutorial = Path(__file__).parents[3] / "docs" / "my_kernel.md"
+    for said in (capsys.readouterr().out, tutorial.read_text(encoding="utf-8")):
+        said = " ".join(said.split())
+        assert "two to three times as long" in said
+        assert "takes minutes" not in said
+        assert "take minutes" not in said
 
 
 def test_the_help_says_that_a_dropped_run_is_trained_anew(capsys):
