@@ -316,9 +316,16 @@ def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:
     ratios = [x for r in rows for x in zip(r["error_ratio"], r["error_ratio_error"], strict=True)]
     biases = [x for x in report.biases if (x["dtype"], x["result"]) == (dtype, result)]
     return [
-        "+-".join(f"{x:.2f}" if x < 1000 else f"{x:.1e}" for x in max(ratios)),
-        f"{max(row['worst_row'] for row in rows):.1f}",
+        "+-".join(_short(x, 2) for x in max(ratios)),
+        _short(max(row["worst_row"] for row in rows), 1),
         f"{largest('gain'):+.1e}",
-        "{value:+.3f}+-{error:.3f}".format(**biases[0]) if biases else "-",
+        "+-".join((_short(biases[0]["value"], 3, "+"), _short(biases[0]["error"], 3)))
+        if biases
+        else "-",
         f"{largest('angle'):.1e}",
     ]
+
+
+def _short(x: float, digits: int, sign: str = "") -> str:
+    """Return x with so many digits after the point, or with a power of ten: a table must fit."""
+    return f"{x:{sign}.{digits}f}" if abs(x) < 1000 else f"{x:{sign}.1e}"
