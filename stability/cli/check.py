@@ -316,14 +316,18 @@ def _worst(report: "CheckReport", dtype: str, result: str) -> list[str]:
     ratios = [x for r in rows for x in zip(r["error_ratio"], r["error_ratio_error"], strict=True)]
     biases = [x for x in report.biases if (x["dtype"], x["result"]) == (dtype, result)]
     return [
-        "+-".join(_short(x, 2) for x in max(ratios)),
+        _with_error(*max(ratios), 2),
         _short(max(row["worst_row"] for row in rows), 1),
         f"{largest('gain'):+.1e}",
-        "+-".join((_short(biases[0]["value"], 3, "+"), _short(biases[0]["error"], 3)))
-        if biases
-        else "-",
+        _with_error(biases[0]["value"], biases[0]["error"], 3, "+") if biases else "-",
         f"{largest('angle'):.1e}",
     ]
+
+
+def _with_error(value: float, error: float, digits: int, sign: str = "") -> str:
+    """Return a figure and its standard error, both with a power of ten if the figure has one."""
+    is_large = abs(value) >= 1000
+    return f"{_short(value, digits, sign)}+-{f'{error:.0e}' if is_large else _short(error, digits)}"
 
 
 def _short(x: float, digits: int, sign: str = "") -> str:
