@@ -87,7 +87,7 @@ class LevelEvidence:
     @property
     def likely_seeds(self) -> int:
         """How many seeds `decides` asks for, by their scatter; 0 where it names no number."""
-        found = re.search(r"\(--seeds (\d+)\)", self.decides)
+        found = re.search(r"at this scatter \(--seeds (\d+)\)", self.decides)
         return int(found[1]) if found else 0
 
     def to_dict(self) -> dict[str, Any]:

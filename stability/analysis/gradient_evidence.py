@@ -364,7 +364,7 @@ def _sentence(
     as_trained = _as_trained(run)
     if not math.isnan(as_trained):
         said += (
-            " As trained, the rounding of all other layers covers most of this: there the error is "
+            " As trained, with the rounding of all other layers, the error is "
             f"{three_figures(as_trained)} times the baseline's, which decides nothing."
         )
     return said

@@ -71,7 +71,7 @@ def _why_none(levels: Sequence[Level]) -> str:
         whose = listed(first) if left else "it" if len(first) == 1 else "they"
         said.append(f"{whose} {agreeing(first, 'is')} looked at in the first seed alone")
     if left:
-        said.append(f"a control has left the limit where {listed(left)} is judged")
+        said.append(f"the controls are not within the limit where {listed(left)} is judged")
     return ", and ".join(said)
 
 
@@ -87,9 +87,10 @@ def next_look_is_at(seeds: int | None, likely: int | None = None) -> str:
 
 
 def likely_look(levels: Iterable[LevelEvidence], next_look: int | None) -> int | None:
-    """Return the number of seeds at which all `levels` are likely to be decided, of the looks.
+    """Return the number of seeds that the `levels` ask for by their scatter, of the looks.
 
-    None after the last look; the next one where none says how many it takes.
+    None after the last look; the next one where none says how many it takes, be it that no look is
+    enough.
     """
     asked = [one.likely_seeds for one in levels if one.state == "undecided"]
     return max(next_look, *asked) if next_look and asked else next_look

@@ -50,10 +50,16 @@ def plan_gaps(study: RecordedStudy, configs: Mapping[str, Mapping[str, Any]]) ->
     elif swaps and (why := why_training_is_unshown(study)):
         found.append(f"{why}: add an arm `broken: {{attention: flash:fa2+out_gain_1pct}}`")
     found.append(lacking_seeds(study.seeds))
-    if any(configs[arm.name].get("held_out") == "none" for arm in candidates):
-        found.append(f"no outcome is measured, as held_out is none: {advice(study, 'held_out')}")
+    if any(_measures_no_loss(configs[arm.name].get("held_out")) for arm in candidates):
+        found.append(f"no outcome is measured, as held_out is off: {advice(study, 'held_out')}")
     found += [said for arm in candidates if (said := _unseen(arm, configs[arm.name]))]
     return [said for said in dict.fromkeys(found) if said]
+
+
+def _measures_no_loss(held_out: Any) -> bool:
+    """Whether it is switched off, in a study of commands or of our own trainer."""
+    share = held_out.get("share", 1) if isinstance(held_out, Mapping) else 1
+    return held_out == "none" or share == 0
 
 
 def lacking_seeds(seeds: Sequence[int]) -> str:

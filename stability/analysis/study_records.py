@@ -443,7 +443,7 @@ def _as_pair(
     own, other = run.manifest, None if baseline.error else baseline.manifest
     said = f"no pair: {BASELINE}, seed {run.seed}: {baseline.error}" if baseline.error else ""
     gap, unseen, mine = "", (), [row for row in remade if row.arm == run.paths.arm]
-    if own and other and not own.is_awaited:
+    if own and other and not (own.is_awaited or other.is_awaited):
         pair = testify(baseline), testify(run)
         said, gap = pair_breach(*pair, planned), witness_gap(*pair)
         if stamps and not said:  # without stamps no log is opened
@@ -452,7 +452,7 @@ def _as_pair(
     return replace(
         run,
         breach=said,
-        metrics={} if said or (own and own.is_awaited) else checked.metrics,
+        metrics={} if said or any(x and x.is_awaited for x in (own, other)) else checked.metrics,
         stale=checked.stale,
         remade=checked.remade,
         unproven=checked.unproven,

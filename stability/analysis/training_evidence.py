@@ -323,9 +323,13 @@ def _where_hidden(question: _Question) -> str:
     noise = question.window.largest_at(step)
     if noise <= limit:
         return ""
+    which = "an earlier"
+    said = f"a control has |log E| {noise:.3g}, above {limit:g}, which more seeds do not lower"
+    if math.isnan(noise):
+        which, said = "another", "no control tells how far chaos has come"
     return (
-        f"an earlier step (policy: {{step: N}}, in a study of another name), since at step {step} "
-        f"a control has |log E| {noise:.3g}, above {limit:g}, which more seeds do not lower"
+        f"{which} step (policy: {{step: N}}, in a study of another name), since at step {step} "
+        f"{said}"
     )
 
 

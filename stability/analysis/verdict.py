@@ -170,8 +170,9 @@ class StudyVerdict:
 
     @property
     def likely_look(self) -> int | None:
-        """The look that is likely to decide, by the scatter; None after the last."""
-        found = [one for arm in self.candidates for one in arm.levels.values()]
+        """The look at which all that is open is likely to be decided; None after the last."""
+        open_arms = [arm for arm in self.candidates if arm.outcome not in _DECIDED]
+        found = [one for arm in open_arms for one in arm.levels.values()]
         found += [arm.levels["training"] for arm in self.controls if "training" in arm.levels]
         return likely_look(found, self.next_look)
 
@@ -305,9 +306,10 @@ def _judge(
     for arm in family:
         # before the first look only facts count: p-values of 0
         share = alpha if look_at(counts[arm.name]) else 0.0
+        after = next_look(counts[arm.name])
         levels: dict[Level, LevelEvidence] = {
-            level: _at_look(study, arm, evidence, corrected.get((arm.name, level), 1.0), share)
-            for level, evidence in found[arm.name].items()
+            level: _at_look(study, arm, one, corrected.get((arm.name, level), 1.0), share, after)
+            for level, one in found[arm.name].items()
         }
         assay = assays.get(arm.name) or _no_assay_needed()
         outcome, sentence = _outcome(study, arm, levels, assay, unshown, counts[arm.name])
@@ -331,14 +333,22 @@ def _judge(
 
 
 def _at_look(
-    study: RecordedStudy, arm: RecordedArm, evidence: LevelEvidence, p_harmed: float, share: float
+    study: RecordedStudy,
+    arm: RecordedArm,
+    evidence: LevelEvidence,
+    p_harmed: float,
+    share: float,
+    after: int | None,
 ) -> LevelEvidence:
-    """Return `evidence` with the state that it has at the error rate of this look."""
+    """Return `evidence` with the state that it has at the error rate of this look.
+
+    `after` is the number of seeds of the look after it.
+    """
     p = {"harmed": p_harmed, "holds": evidence.p_holds}.get(evidence.state, math.nan)
     # NaN: a level that holds by something else than a test
     if not p > share:
         return evidence
-    more = more_seeds(next_look(len(study.seeds)))
+    more = more_seeds(after)
     if evidence.level in ("operator", "gradient"):
         more = f"more looks, {more_looks(study, arm, evidence.level)}"
     # of an interval that is beyond its limit already

@@ -190,7 +190,7 @@ def _print_next(
         print_line("  a held-out loss comes of a function of yours: `held_out` in the study says")
         print_line("  how; without one there is no PASS")
         if may_evaluate:
-            print_line(f"  none is needed where the script itself evaluates after {TRIAL} updates")
+            print_line("  none is needed where the script itself evaluates twice or more in a run")
     print_line(f"how long that takes, and what a PASS lacks: stability estimate {to}")
     print_line("explained, step by step: stability docs your_own_training")
 

@@ -190,8 +190,8 @@ def verify(first: str, second: Path | None = None, all: bool = False, json: bool
             )
         if second is None and (bundle := _bundle_in(path)):
             raise ValueError(
-                f"verify: first must be a study, got the folder {str(path)!r}, in which lie what "
-                f"`stability export` writes: name one, as {bundle}"
+                f"verify: first must be a study or a bundle of one, got the folder {str(path)!r}, "
+                f"in which bundles lie: name one, as {bundle}"
             )
         if second is None and is_bundle(path):
             return _verify_bundle(path, every_drift=all, json=json)
@@ -204,8 +204,7 @@ def _bundle_in(path: Path) -> str:
     """Return a bundle that lies in a folder which is no study's itself; empty if none does."""
     if StudyPaths(path).study.exists():
         return ""
-    found = sorted(each for suffix in SUFFIXES for each in path.glob(f"*{suffix}"))
-    return str(found[0]) if found else ""
+    return str(next(iter(sorted(path.glob("*.bundle.tar.gz"))), ""))
 
 
 def _verify_runs(first: Path, second: Path, *, every_drift: bool, json: bool) -> int:

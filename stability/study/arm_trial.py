@@ -1,4 +1,4 @@
-"""Times a few updates of an arm of our own trainer, without its probe and with each of its looks.
+"""Times a few updates of an arm of our own trainer, those that its probe looks at and others.
 
 Leaves out what a study is taken to cost by that (`cost_estimate`).
 """

@@ -97,10 +97,11 @@ def other_values_in_the_tail(found: Sequence[Excess]) -> str:
         return ""
     what = listed(list(dict.fromkeys(_positions(name) for name in names)))
     return (
-        f"{listed(names)} {'hold' if len(names) > 1 else 'holds'} other values in the tail alone, "
-        f"the last tile of {tiles[0]} {what}s that is not full: it was not written, or from "
-        f"elsewhere, {heads_in_words(by_row[0].heads, by_row[0].of_heads)} "
-        f"(seen in {', '.join(name for name in RESULTS if name in failing)})"
+        f"{listed(names)} {'hold' if len(names) > 1 else 'holds'} other values in the tail, the "
+        f"last tile of {tiles[0]} {what}s that is not full: it was not written, or from elsewhere, "
+        f"{heads_in_words(by_row[0].heads, by_row[0].of_heads)} (seen in "
+        f"{', '.join(name for name in RESULTS if name in failing)}); no row before it is far off, "
+        "and smaller errors show once that is mended"
     )
 
 

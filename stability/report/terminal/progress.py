@@ -254,9 +254,10 @@ class StudyDisplay:
     def _say_what_is_kept(self) -> None:
         """Say which runs were trained before: of many how many they are."""
         kept, self._kept = self._kept, []
-        if len(kept) > _NAMED:
-            self._say_end("kept", f"{len(kept)} runs", "already trained")
-            return
+        finished = [name for state, name in kept if state == "finished"]
+        if len(finished) > _NAMED:
+            self._say_end("kept", f"{len(finished)} runs", "already trained")
+            kept = [(state, name) for state, name in kept if state != "finished"]
         for state, name in kept:
             self._say_end(state, name, "already trained, kept")
 

@@ -78,8 +78,8 @@ def test_small_errors_that_average_out_hold():
     assert found.sentence == (
         "The error of the whole model's gradient is 0.930 [0.909, 0.952] times the baseline's "
         "(limit 2), and a share of 0.001 [-0.004, 0.006] of it is the same at all 20 looks (limit "
-        "0.01). As trained, the rounding of all other layers covers most of this: there the error "
-        "is 1.10 times the baseline's, which decides nothing."
+        "0.01). As trained, with the rounding of all other layers, the error is 1.10 times the "
+        "baseline's, which decides nothing."
     )
     assert found.decides == ""
     assert found.p_holds < 0.05 < found.p_harmed

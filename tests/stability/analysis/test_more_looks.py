@@ -173,6 +173,8 @@ def test_the_look_that_is_likely_to_decide_is_the_last_that_a_level_asks_for(stu
     assert judged.outlook == f"{NEXT}, and by the scatter it takes 12"
     assert _judge(study, {**OPEN, "outcome": HOLDS["outcome"]}).likely_look == 5
     assert replace(judged, next_look=None).likely_look is None
+    failed = replace(judged.arms[0], outcome="FAIL", arm="other")
+    assert replace(judged, arms=(failed,)).likely_look == 5, "of what is decided nothing is asked"
 
 
 @pytest.mark.parametrize(
@@ -180,14 +182,14 @@ def test_the_look_that_is_likely_to_decide_is_the_last_that_a_level_asks_for(stu
     [
         (
             ["training"],
-            "a control has left the limit where the training level is judged, so more seeds decide "
-            "nothing",
+            "the controls are not within the limit where the training level is judged, so more "
+            "seeds decide nothing",
             "more seeds add nothing to what is undecided",
         ),
         (
             ["operator", "training"],
-            "the operator level is looked at in the first seed alone, and a control has left the "
-            "limit where the training level is judged, so more seeds decide nothing",
+            "the operator level is looked at in the first seed alone, and the controls are not "
+            "within the limit where the training level is judged, so more seeds decide nothing",
             "more seeds add nothing to what is undecided",
         ),
         (
@@ -255,6 +257,16 @@ def test_what_is_not_measured_is_said_and_no_look_that_would_not_measure_it(stud
     assert "not measured" not in both.outlook, "more seeds may decide the other"
     harmed = {**HOLDS, "outcome": lacking, "training": _evidence("harmed", 1e-9, 1.0)["training"]}
     assert _judge(study, harmed).outlook.startswith("decided")
+
+
+def test_seeds_that_are_planned_and_have_not_ended_move_no_look(study):
+    """What a correction for many tests asks for is the look after this one, and no scatter."""
+    planned = replace(study, seeds=tuple(range(8)))
+    harmed = {**HOLDS, "training": _evidence("harmed", 0.01, 1.0)["training"]}
+    judged = _judge(planned, harmed)
+    training = judged.arm("flash_fa2").levels["training"]
+    assert training.decides.startswith("more seeds (--seeds 5): p, corrected for all arms")
+    assert (judged.outlook, judged.likely_look) == (NEXT, 5)
 
 
 def test_seeds_that_the_probe_looks_at_are_looks_at_the_operator(study):

@@ -75,7 +75,11 @@ def test_a_study_that_can_pass_lacks_nothing(tmp_path):
         ),
         (
             {"held_out": "none"},
-            "no outcome is measured, as held_out is none: name a function of the held-out loss in",
+            "no outcome is measured, as held_out is off: name a function of the held-out loss in",
+        ),
+        (
+            {"held_out": {"share": 0, "batches": 8}},
+            "no outcome is measured, as held_out is off: ",
         ),
         (
             {"probe": {**LOOKED, "gradient_every": 2}},

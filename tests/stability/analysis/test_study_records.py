@@ -275,3 +275,12 @@ def test_a_command_that_still_trains_is_no_broken_pair(study):
     assert "hashes.init_weights must be the baseline's" in run.breach
     write_manifest(folder / "manifest.json", replace(whole, state="running"))
     assert runs_of(read_study(study))["fp32", 1].metrics, "a start on record is held against"
+
+
+def test_a_baseline_that_is_trained_anew_breaks_no_pair_of_the_arms_that_are_kept(study):
+    path = study / "baseline" / "seed-1" / "manifest.json"
+    whole = read_manifest(path)
+    hashes = {name: said for name, said in whole.hashes.items() if name != "init_weights"}
+    write_manifest(path, replace(whole, state="running", hashes=hashes))
+    run = runs_of(read_study(study))["fp32", 1]
+    assert (run.state, run.breach, run.metrics) == ("finished", "", {})

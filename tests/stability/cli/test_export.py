@@ -325,6 +325,9 @@ def test_where_the_disk_has_no_links_files_are_copied(study, monkeypatch, capsys
 
 def test_a_folder_of_bundles_is_told_apart_from_a_study(tmp_path, capsys):
     """Verified where it was exported to, `verify .` said that a file of a study is missing."""
+    (tmp_path / "data.tar.gz").write_bytes(b"")
+    assert code_of("verify", tmp_path) == 2
+    assert "bundles lie" not in capsys.readouterr().err
     (tmp_path / "tiny.bundle.tar.gz").write_bytes(b"")
     assert code_of("verify", tmp_path) == 2
     said = capsys.readouterr().err
