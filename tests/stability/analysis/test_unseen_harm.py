@@ -55,3 +55,16 @@ def test_a_step_after_the_judged_one_is_no_advice(tmp_path):
     assert (found.state, found.figures["step"]) == ("undecided", 10)
     assert "at step 20" not in found.decides
     assert "noise may hide it" in found.decides
+
+
+def test_a_step_at_which_no_control_moves_is_said_to_tell_nothing(tmp_path):
+    """A named step at which the nudge is the baseline to the bit has no |log E| at all."""
+    arms = parts(candidate=Part("candidate", "attention", off("candidate", 0.9)))
+    arms |= dict.fromkeys(("nudge", "nudge_b"), Part("nudge", "nudge", arms["baseline"].weights))
+    study = write_study(tmp_path, arms)
+    found = training_evidence(study, study.arm("candidate"), PolicyConfig(step=20))
+    assert found.state == "undecided"
+    assert found.decides == (
+        "another step (policy: {step: N}, in a study of another name), since at step 20 no control "
+        "tells how far chaos has come"
+    )
