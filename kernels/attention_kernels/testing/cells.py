@@ -196,7 +196,7 @@ def _beyond(cells: Sequence[Cell]) -> tuple[str, ...]:
     names: dict[int, list[str]] = {}
     for what, size in largest.items():
         names.setdefault(size, []).append(what)
-    said = [f"{' or '.join(whats)} above {size}" for size, whats in names.items()]
+    said = [f"{' or '.join(named)} above {size}" for size, named in names.items()]
     return (", ".join([*said, "combinations that no cell has"]),)
 
 
