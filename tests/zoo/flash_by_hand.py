@@ -94,12 +94,13 @@ class Flash:
     ) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype and the natural LSE in FP32."""
         query_len, key_len, heads = q.shape[2], k.shape[2], q.shape[1]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = q.new_empty(*q.shape[:3], v.shape[-1])  # v may have a head_dim of its own
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
         for rows in self.row_blocks(query_len):
             q_BHID = self.load(q, rows)
             m_BHI1 = q_BHID.new_full((*q_BHID.shape[:3], 1), -torch.inf)
-            l_BHI1, acc_BHID = torch.zeros_like(m_BHI1), torch.zeros_like(q_BHID)
+            l_BHI1 = torch.zeros_like(m_BHI1)
+            acc_BHID = q_BHID.new_zeros(*q_BHID.shape[:3], v.shape[-1])
             for keys in self.key_blocks(key_len):
                 hidden = self.hidden(rows, keys, query_len, key_len, causal)
                 if hidden.all():
@@ -156,7 +157,7 @@ class Flash:
         delta_BHQ1 = self.delta(dout, out)
         dq_BHQD = torch.zeros(q.shape)
         dk_BHKD = torch.zeros(*q.shape[:2], key_len, q.shape[-1])
-        dv_BHKD = torch.zeros_like(dk_BHKD)
+        dv_BHKD = torch.zeros(*q.shape[:2], key_len, v.shape[-1])
         for keys in self.key_blocks(key_len):
             k_BHJD, v_BHJD = self.load_keys(k, keys, heads), self.load_values(v, keys, heads)
             for rows in self.row_blocks(query_len):
