@@ -138,7 +138,7 @@ def in_short(text):
         content["early_step"] = 2
     for arm in content["arms"].values():
         arm.update({"until": 4} if "until" in arm else {})
-    content["seeds"], content["policy"]["step"] = [0], 4
+    content["seeds"], content["policy"] = [0], {**content.get("policy", {}), "step": 4}
     return yaml.safe_dump(content)
 
 
